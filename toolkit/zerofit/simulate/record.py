@@ -107,7 +107,7 @@ class CollectiveCalls:
     count: int
     step: int
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the entry for `zerofit simulate --json`."""
         return field_data(self, "step")
 

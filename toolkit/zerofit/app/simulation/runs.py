@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from zerofit.app.job.hub_models import with_shape
 from zerofit.app.job.requests import as_request
@@ -58,7 +57,7 @@ class PreparedSimulation:
     image: str | None
     job: Job
     inputs: Inputs
-    ds_source: dict[str, Any]  # the DeepSpeed JSON as the user wrote it
+    ds_source: dict[str, object]  # the DeepSpeed JSON as the user wrote it
     alloc_conf: str = ""  # PYTORCH_CUDA_ALLOC_CONF of its processes
 
     @classmethod

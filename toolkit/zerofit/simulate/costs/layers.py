@@ -162,7 +162,7 @@ class ProfileRecorder(TorchDispatchMode):
         self.last_op = str(func)
         if self._frozen:
             self._note_readers(args)
-        kernel: Any = STAND_INS.get(func, func)
+        kernel = STAND_INS.get(func, func)
         out = shortcuts.as_stored(func, args, kernel(*args, **kwargs))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):

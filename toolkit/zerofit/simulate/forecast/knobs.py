@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from zerofit.check.dotted import get, put
 from zerofit.spec.profile import offered
@@ -28,8 +27,8 @@ class Knob:
     """One change to a run: to fields of Run, or to the user's DeepSpeed JSON."""
 
     change: str  # as on the command line or in the JSON
-    fields: dict[str, Any]
-    config: dict[str, Any] | str  # or the name of a bundled JSON
+    fields: Mapping[str, object]  # of Run
+    config: dict[str, object] | str  # or the name of a bundled JSON
 
     @property
     def halves(self) -> bool:
@@ -86,7 +85,7 @@ def knobs(job: Job, written: dict[str, object], named: str | None = None) -> lis
     return found
 
 
-def less_on_device(zero: dict[str, Any], stage: int) -> dict[str, dict[str, object]]:
+def less_on_device(zero: dict[str, object], stage: int) -> dict[str, dict[str, object]]:
     """Return changes to a JSON's `zero_optimization`, fastest first.
 
     A change maps dotted paths to values. A change is left out if the JSON already has it, or if this ZeRO stage
@@ -104,7 +103,7 @@ def less_on_device(zero: dict[str, Any], stage: int) -> dict[str, dict[str, obje
     return found
 
 
-def _half_the_micro_batch(job: Job, written: dict[str, Any]) -> list[Knob]:
+def _half_the_micro_batch(job: Job, written: dict[str, object]) -> list[Knob]:
     """Return the change to half the micro batch with more accumulation.
 
     Return [] if this would change the global batch.

@@ -55,7 +55,7 @@ class SimulatedRun:
     loss_chunk: int | None
     mlp_chunk: int | None
     optimizer: str | None
-    ds_config: Any
+    ds_config: dict[str, object] | str | None
     input: Inputs
     micro_batch: int
     gradient_accumulation_steps: int
@@ -116,7 +116,7 @@ class SimulatedScript:
         """
         return any(note.bound for note in self.facts.notes)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the script's part of `zerofit simulate --json`."""
         cases = {"longest": self.longest, "worst_routing": self.worst_routing}
         worse = {name: field_data(case) for name, case in cases.items() if case}
@@ -145,7 +145,7 @@ class KnobResult:
     host_node_bytes: int
     fits: bool
     config: str | None = None  # the bundled DeepSpeed JSON of the change
-    file: dict[str, Any] | None = None  # content of its file for Accelerate, or of the Trainer's fsdp_config
+    file: dict[str, object] | None = None  # content of its file for Accelerate, or of the Trainer's fsdp_config
     cost_rank: int = 0  # position among the changes by lost speed, 0 for the least
     slowdown: float | None = None  # forecast: how much longer a step takes, as a share; None: unknown
 
@@ -275,7 +275,7 @@ class Simulation:
             object.__setattr__(self, "tried", found)
         return self.tried
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the output of `zerofit simulate --json`.
 
         "knobs" has the changes that were simulated.

@@ -32,7 +32,7 @@ _MICRO, _ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_st
 _ARGUMENTS = tuple(f"--{name}" for name in (_MICRO, _ACCUMULATION, "output_dir", "deepspeed", "max_steps"))
 _SHARDED, _OFFLOADED = ("zero2", "zero3"), ("zero3_offload",)  # bundled JSONs
 _OF_DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "fp16")
-_FSDP2: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2}}  # of TrainingArguments
+_FSDP2: dict[str, object] = {"fsdp": True, "fsdp_config": {"version": 2}}  # of TrainingArguments
 _EIGHT_BITS = {"optim": "adamw_bnb_8bit"}  # of TrainingArguments
 _LIGER = {"use_liger_kernel": True}  # of TrainingArguments
 _LAUNCHED_BY = ("--multi_gpu", "--use_deepspeed", "--use_fsdp", "--multi-gpu", "--use-deepspeed", "--use-fsdp")
@@ -55,7 +55,7 @@ class ScriptKnob:
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of TrainingArguments, instead of the script's values
     config: str | None = None  # the bundled DeepSpeed JSON for TrainingArguments
     edits: tuple[str, ...] = ()  # of the script (`zerofit.simulate.script.edits`)
-    file: dict[str, Any] | None = None  # content of the change's file, if that is not a DeepSpeed JSON
+    file: dict[str, object] | None = None  # content of the change's file, if that is not a DeepSpeed JSON
 
     def shards(self, original: ScriptCommand) -> bool:
         """Return whether the change moves or shrinks states. Two such changes cannot be combined."""
@@ -151,7 +151,7 @@ def _of_trainer(command: ScriptCommand, facts: ScriptFacts, ranks: int, on_gpu: 
     return found
 
 
-def _as_arguments(command: ScriptCommand, change: Mapping[str, Any]) -> str:
+def _as_arguments(command: ScriptCommand, change: Mapping[str, object]) -> str:
     """Return changed arguments of a Trainer in the user's style: as options, or as Python code."""
     typed = any(word.partition("=")[0] in _ARGUMENTS for word in command.arguments)
     shown = {name: f"{value}.json" if name == "deepspeed" else value for name, value in change.items()}
@@ -193,7 +193,7 @@ def _of_accelerate(command: ScriptCommand, facts: ScriptFacts, target: ScriptTar
 
     With each file, the model is sharded.
     """
-    fsdp: dict[str, Any] = {"fsdp_version": 2, "fsdp_reshard_after_forward": True}
+    fsdp: dict[str, object] = {"fsdp_version": 2, "fsdp_reshard_after_forward": True}
     if facts.block:
         wrapped = {"fsdp_transformer_layer_cls_to_wrap": facts.block}
         fsdp |= {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", **wrapped}
@@ -226,7 +226,7 @@ def _of_accelerate(command: ScriptCommand, facts: ScriptFacts, target: ScriptTar
     return found
 
 
-def _accelerate_file(command: ScriptCommand) -> dict[str, Any]:
+def _accelerate_file(command: ScriptCommand) -> dict[str, object]:
     """Return the content of the file that `accelerate launch` reads; {} if there is none."""
     file = Path(command.config_file)
     if not command.config_file:
@@ -262,7 +262,7 @@ def _launched(command: ScriptCommand, name: str, value: str) -> ScriptKnob:
 def _of_json(command: ScriptCommand, file: Path, stage: int, stages: range, folder: Path) -> list[ScriptKnob]:
     written = read_json(file)  # already read once by `named_config`
     section = written.get("zero_optimization")
-    zero: dict[str, Any] = section if isinstance(section, dict) else {}
+    zero: dict[str, object] = section if isinstance(section, dict) else {}
     changes: dict[str, dict[str, object]] = {
         f"zero_optimization.stage {n}": {"zero_optimization.stage": n} for n in stages
     }

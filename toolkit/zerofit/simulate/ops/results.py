@@ -7,7 +7,7 @@ Every layer, micro batch and step calls the same ops with the same shapes. A hit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, leaves
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _META = torch.device("meta")
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-_descriptor: Any = torch._C.TensorBase.layout  # FakeTensor's own property takes 1 us
+_descriptor = vars(torch._C.TensorBase)["layout"]  # FakeTensor's own property takes 1 us
 _layout: Callable[[Tensor], torch.layout] = _descriptor.__get__
 _empty_strided = torch.empty_strided  # scripts and DeepSpeed may replace torch's constructors
 

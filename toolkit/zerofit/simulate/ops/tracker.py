@@ -334,7 +334,7 @@ class AllocationTracker(TorchDispatchMode):
         return here
 
     def _note_collective(self, name: str, args: OpArguments, out: OpOutput) -> None:
-        group: Any
+        group: Any  # of torch, or None
         if name == _ULYSSES:  # DeepSpeed's own op (deepspeed/sequence/layer.py), which gets the name of its group
             op, group = "alltoall_base", ulysses_layer._all_to_all_groups[args[1]]  # from DeepSpeed 0.19.7 on
         else:

@@ -70,7 +70,10 @@ class ScratchFiles:
             return scratch if os.path.lexists(scratch) or self._is_gone(full) else full
 
     def to_write(self, path: _Path, *, update: bool = True) -> _Path | str:
-        """Return the scratch file to write for a path. With `update`, it begins as a copy of the user's file."""
+        """Return the scratch file to write for a path.
+
+        With `update`, it begins as a copy of the user's file.
+        """
         full = self._full(path)
         if full is None:
             return path
@@ -92,7 +95,6 @@ class ScratchFiles:
                     raise OSError(errno.ENOSPC, f"no space in {self._folder} for the simulation's copy", full)
                 shutil.copy2(full, scratch)
             return scratch
-
 
     def open(self, file: ScriptPath, mode: str = "r", *args: object, **kwargs: object) -> object:
         """Open a file like Python's open()."""

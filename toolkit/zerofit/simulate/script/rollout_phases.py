@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from transformers.configuration_utils import PreTrainedConfig
 
 from zerofit.simulate.engine.phases import PhaseLog
@@ -27,6 +25,6 @@ def end(log: PhaseLog) -> None:
 
 def plain_token(config: PreTrainedConfig) -> int:
     """Return a token that is not an end-of-sequence token."""
-    text: Any = config.get_text_config()
+    text = config.get_text_config()
     ends = [text.eos_token_id] if not isinstance(text.eos_token_id, list) else text.eos_token_id
     return next(token for token in range(text.vocab_size // 2, text.vocab_size) if token not in ends)

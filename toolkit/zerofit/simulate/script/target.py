@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from zerofit.simulate.record import SentTensors
 from zerofit.simulate.script.command import ScriptCommand
@@ -32,7 +31,9 @@ class ScriptTarget:
     stacks: bool = False  # record the origin of each allocation, for a memory snapshot
     longest: bool = False  # make every batch as long as the script allows
     crowded: bool = False  # let all tokens choose the same experts (worst routing)
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # of TrainingArguments, instead of the script's values
+    arguments: Mapping[str, object] = field(
+        default_factory=dict
+    )  # of TrainingArguments, instead of the script's values
     edits: tuple[str, ...] = ()  # CHECKPOINTS, ...: changes of the script
     received: SentTensors | None = None  # input of the rank's pipeline stage; None for the first stage
 
