@@ -24,7 +24,6 @@ from zerofit.simulate.record import STEPS, MemoryPoint
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.events import Reporter
 from zerofit.spec.local_machine import read_calibration
-from zerofit.spec.profile import Profile
 from zerofit.spec.run_folder import Job
 
 
@@ -36,7 +35,10 @@ def trace_of_simulation(
     Raises UserError if the model cannot be profiled.
     """
     layout = PlannedLayout.of(job)
-    profile = _profile(job, inputs, cluster, report)
+    image = input_option(inputs) if isinstance(inputs, ImageInputs | TableInputs) else None
+    request = ProfileRequest.of_job(job, cluster.accelerator, image)
+    request = replace(request, checkpointings=(job.run.activation_checkpointing,))
+    profile = get_profile(request, report)[0]
     calibration, software = read_calibration(cluster.device.kind), Software.of(dict(job.run))
     timer = Timer(profile, cluster, rates_of(cluster, job.precision, calibration, software))
     timeline = step_timeline(profile, timer, layout)
@@ -62,9 +64,3 @@ def simulated_memory(timeline: StepTimeline, stage: int, points: tuple[MemoryPoi
         for moments, (start_s, end_s) in zip(mine[-len(times) :], times[-len(mine) :], strict=True):
             for n, point in enumerate(moments):
                 yield MemorySample(stage, start_s + n / len(moments) * (end_s - start_s), point.bytes)
-
-
-def _profile(job: Job, inputs: Inputs, cluster: Cluster, report: Reporter) -> Profile:
-    image = input_option(inputs) if isinstance(inputs, ImageInputs | TableInputs) else None
-    wanted = ProfileRequest.of_job(job, cluster.accelerator, image)
-    return get_profile(replace(wanted, checkpointings=(job.run.activation_checkpointing,)), report)[0]

@@ -110,14 +110,15 @@ def _written(func: OpOverload, args: OpArguments, out: OpOutput) -> list[Tensor]
 def _moved_bytes(kind: KernelKind, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
     """Count the bytes that an op reads and writes.
 
-    An expanded tensor counts with its stored size. There are two exceptions. An embedding reads only the rows that it
-    writes. Batch norm reads activations twice in forward and in backward, first for the statistics and then to
-    normalize them (ATen/native/cuda/Normalization.cuh).
+    An expanded tensor counts with its stored size.
     """
     written = sum(map(_stored_bytes, outputs))
+    # an embedding reads only the rows that it writes
     if name == "embedding":
         return 2 * written
     read = sum(map(_stored_bytes, inputs))
+    # Batch norm reads activations twice in forward and in backward, first for the statistics and then to normalize
+    # them (ATen/native/cuda/Normalization.cuh).
     if kind == "normalisation" and "batch_norm" in name:
         read += sum(_stored_bytes(t) for t in inputs if t.dim() > 1)
     return read + written

@@ -125,39 +125,34 @@ def _traced(
             few, more = (_run(subject, task, inputs, count, one, device) for count in samples)
     units = [n for n, unit in enumerate(subject.units) if unit.count]
     layers = tuple(layer_of(subject, few, unit) for unit in units)
-    costs = _whole([cost_of(subject, (few, more), unit) for unit in range(len(subject.units))], subject)
+    costs = _layer_costs([cost_of(subject, (few, more), unit) for unit in range(len(subject.units))], subject)
     pairs = zip(costs, layers, strict=True)
     return subject, layers, tuple(_on_one_rank(cost, layer, subject.config, one) for cost, layer in pairs)
 
 
 def _differs_at_zero3(model: nn.Module, one: TraceSetting) -> bool:
-    """Return whether ZeRO-3 changes a step's memory, apart from the memory of the parameters.
-
-    DeepSpeed's linear layer keeps its input even if the weight is frozen (runtime/zero/linear.py). torch's layer does
-    not keep it.
-    """
+    """Return whether ZeRO-3 changes a step's memory, apart from the memory of the parameters."""
+    # DeepSpeed's linear layer keeps its input even if the weight is frozen (runtime/zero/linear.py), unlike torch's
     frozen = any(not module.weight.requires_grad for module in model.modules() if isinstance(module, nn.Linear))
     return frozen or (one.precision != "fp32" and bool(cast_by_zero3(model)))
 
 
-def _whole(costs: list[LayerCost], subject: TracedModel) -> tuple[LayerCost, ...]:
-    """Return the costs of the units that count as layers.
-
-    If activations are in host memory, the model still keeps the first block's input. These extra bytes are added to
-    the layer before the first block.
-    """
-    found: list[LayerCost] = []
+def _layer_costs(costs: list[LayerCost], subject: TracedModel) -> tuple[LayerCost, ...]:
+    """Return the costs of the units that count as layers."""
+    layers: list[LayerCost] = []
     for cost, after, unit in zip(costs, [*costs[1:], costs[-1]], subject.units, strict=True):
         if unit.count:
-            found.append(cost)
-        elif found:
-            one, first, other = found[-1].saved_bytes, cost.saved_bytes, after.saved_bytes
-            more = Linear(
-                fixed=one.fixed + first.fixed - other.fixed,
-                per_sample=one.per_sample + first.per_sample - other.per_sample,
+            layers.append(cost)
+        elif layers:
+            # If activations are in host memory, the model still keeps the first block's input. These extra bytes are
+            # added to the layer before the first block.
+            before, first, second = layers[-1].saved_bytes, cost.saved_bytes, after.saved_bytes
+            saved = Linear(
+                fixed=before.fixed + first.fixed - second.fixed,
+                per_sample=before.per_sample + first.per_sample - second.per_sample,
             )
-            found[-1] = replace(found[-1], saved_bytes=more)
-    return tuple(found)
+            layers[-1] = replace(layers[-1], saved_bytes=saved)
+    return tuple(layers)
 
 
 def _is_list_of_layers(model: nn.Module) -> bool:

@@ -129,10 +129,12 @@ def _kill(folder: Path) -> None:
 
 
 def _is_over(server: ServerProcess, folder: Path) -> bool:
+    """Return whether all processes of a request have ended, or their server has."""
     if server.process.poll() is not None:
         return True
     if not (folder / GROUP).exists():
         return False
+    # the processes inherit the lock of the request's file, so it is free once the last of them has ended
     with (folder / REQUEST).open("rb") as request:
         try:
             fcntl.flock(request, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -142,6 +144,7 @@ def _is_over(server: ServerProcess, folder: Path) -> bool:
 
 
 def _needed(target: Target) -> tuple[str, ...]:
+    """Return the modules to import before a target is simulated."""
     if isinstance(target, ScriptTarget):
         return IMPORTED_FOR_SCRIPTS
     run = target.job.run

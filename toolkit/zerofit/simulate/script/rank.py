@@ -197,8 +197,13 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
 def _learner(
     meter: ScriptTracker, seen: Lengths, watched: FaultLog, edit: Callable[[nn.Module], None]
 ) -> Callable[[nn.Module], None]:
+    """Return the callback for each model that trains. It runs before the model's first forward."""
+
     def learn(model: nn.Module) -> None:
-        _patch_imported(meter)
+        # packages that only some scripts import are patched once the script has imported them
+        writes.saving(meter, writes.OF_PACKAGES)
+        if "bitsandbytes" in sys.modules:
+            moments_of_eight_bits(meter.device != "cpu")
         edit(model)
         seen.learn_model(model)
         watched.learn_model(model)
@@ -208,13 +213,6 @@ def _learner(
                 _watch(meter, parameter)
 
     return learn
-
-
-def _patch_imported(meter: ScriptTracker) -> None:
-    """Patch packages that only some scripts import, if this script has imported them by now."""
-    writes.saving(meter, writes.OF_PACKAGES)
-    if "bitsandbytes" in sys.modules:
-        moments_of_eight_bits(meter.device != "cpu")
 
 
 def _watch(meter: ScriptTracker, parameter: Tensor) -> None:

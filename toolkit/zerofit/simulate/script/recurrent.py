@@ -38,7 +38,7 @@ class _Layers:
     dtype: torch.dtype  # of the kernel; autocast's, if it is on
 
 
-class _Context(Protocol):
+class _RecurrentContext(Protocol):
     """What forward keeps for backward."""
 
     saved_tensors: tuple[Any, ...]  # tensors, and None for what a kind of layer lacks
@@ -55,7 +55,7 @@ class _Recurrent(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Context, layers: _Layers, x: Tensor, hx: Tensor, cx: Tensor | None, *weights: Tensor
+        ctx: _RecurrentContext, layers: _Layers, x: Tensor, hx: Tensor, cx: Tensor | None, *weights: Tensor
     ) -> tuple[Tensor | None, ...]:
         x, hx = x.contiguous(), hx.contiguous()
         hidden = weights[1].shape[1]  # of the projection, if there is one
@@ -74,7 +74,7 @@ class _Recurrent(torch.autograd.Function):
         return out, *states
 
     @staticmethod
-    def backward(ctx: _Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _RecurrentContext, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs. The gradients of all weights are parts of one tensor."""
         x, hx, cx, _, _, _, *weights = ctx.saved_tensors
         output = None if grads[0] is None else grads[0].contiguous()

@@ -286,6 +286,7 @@ class ScriptTracker(ValueTracker):
 
 
 def _loads_batch() -> bool:
+    """Return whether a DataLoader is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.endswith("torch/utils/data/dataloader.py"):
         frame = frame.f_back
