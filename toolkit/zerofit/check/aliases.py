@@ -18,9 +18,9 @@ OFFLOAD_FLAGS = ("cpu_offload", "cpu_offload_param")  # keys with true or false 
 
 @dataclass(frozen=True, kw_only=True)
 class Aliases:
-    """A configuration with documented names. It keeps the file's path for each key that the file names differently."""
+    """A configuration with documented names, and the file's names of its keys."""
 
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
     written: Mapping[str, str] = field(default_factory=dict)  # documented path -> path in the file
 
     def in_file(self, path: str) -> str:
@@ -28,6 +28,7 @@ class Aliases:
         head = next((p for p in with_parents(path) if p in self.written), None)
         if head is None:
             return path
+        # A flag like cpu_offload has no keys in it: it means a section with a device.
         flag = self.written[head].rpartition(".")[2] in OFFLOAD_FLAGS
         return self.written[head] if flag else self.written[head] + path[len(head) :]
 
@@ -54,31 +55,27 @@ class Aliases:
 
 
 def resolve(config: Mapping[str, object], catalog: Catalog) -> Aliases:
-    """Return the configuration with documented names.
-
-    If a file has two names of the same key, the documented name counts.
-    """
+    """Return the configuration with documented names."""
     written: dict[str, str] = {}
     return Aliases(config=_resolved(config, "", "", catalog, written), written=written)
 
 
 def documented_config(config: Mapping[str, object]) -> dict[str, Any]:
-    """Return a configuration with documented names and a `zero_optimization` object instead of true or false.
+    """Return a configuration with documented names, and `zero_optimization` as an object.
 
     >>> documented_config({"bfloat16": {"enabled": True}, "zero_optimization": True})
     {'bf16': {'enabled': True}, 'zero_optimization': {'stage': 1}}
     """
-    found = dict(resolve(config, catalog()).config)
-    if isinstance(found.get(ZERO), bool):  # DeepSpeed's form of 2020 (runtime/zero/config.py:60)
-        found[ZERO] = {"stage": int(found[ZERO])}
-    return found
+    renamed = dict(resolve(config, catalog()).config)
+    zero = renamed.get(ZERO)
+    if isinstance(zero, bool):  # DeepSpeed's form of 2020 (runtime/zero/config.py:60)
+        renamed[ZERO] = {"stage": int(zero)}
+    return renamed
 
 
 def corrected(config: Mapping[str, object], findings: Iterable[Finding]) -> Aliases:
-    """Return the configuration that the user most likely means: errors in single keys are corrected.
-
-    Without this, `"enabled": "true"`, `"stage": "3"` or a misspelled section would hide other faults from the rules.
-    """
+    """Return the configuration that the user most likely means, without errors in single keys."""
+    # Without this, `"enabled": "true"`, `"stage": "3"` or a misspelled section would hide other faults from the rules.
     meant = deepcopy(dict(config))
     written: dict[str, str] = {}
     edits = [edit for finding in findings if finding.severity == "error" for edit in finding.edits]
@@ -87,19 +84,19 @@ def corrected(config: Mapping[str, object], findings: Iterable[Finding]) -> Alia
             put(meant, edit.path, edit.value)
         elif isinstance(edit, Removal):
             drop(meant, edit.path)
-    # inner keys first: their paths have the outer key's old name
-    moves = [(e.path, _target(e)) for e in edits if isinstance(e, Renaming | Move)]
-    for path, target in sorted(moves, key=lambda move: move[0].count("."), reverse=True):
-        if has(meant, path) and not has(meant, target):
-            put(meant, target, get(meant, path))
-            drop(meant, path)
-            written[target] = path
+    # Inner keys come first, because their paths have the outer key's old name.
+    moves = [edit for edit in edits if isinstance(edit, Renaming | Move)]
+    for edit in sorted(moves, key=lambda move: move.path.count("."), reverse=True):
+        if isinstance(edit, Move):
+            target = edit.to
+        else:
+            parent = edit.path.rpartition(".")[0]
+            target = f"{parent}.{edit.key}" if parent else edit.key
+        if has(meant, edit.path) and not has(meant, target):
+            put(meant, target, get(meant, edit.path))
+            drop(meant, edit.path)
+            written[target] = edit.path
     return Aliases(config=meant, written=written)
-
-
-def _target(edit: Renaming | Move) -> str:
-    parent = edit.path.rpartition(".")[0]
-    return edit.to if isinstance(edit, Move) else f"{parent}.{edit.key}" if parent else edit.key
 
 
 def _resolved(
@@ -110,10 +107,11 @@ def _resolved(
     `prefix` is the section's path in the file, `documented_prefix` its documented path. Each renamed key is added
     to `written`.
     """
-    found: dict[str, object] = {}
+    section: dict[str, object] = {}
     for key, value in config.items():
         path = f"{prefix}{key}"
         name = documented(prefix, key, catalog.deprecated)
+        # If a file has two names of the same key, the documented name counts.
         if name != key and name in config:
             continue
         if key in OFFLOAD_FLAGS and path in catalog.deprecated:
@@ -122,9 +120,7 @@ def _resolved(
             value = {"device": "cpu"}
         if name != key:
             written[f"{documented_prefix}{name}"] = path
-        found[name] = (
-            _resolved(value, f"{path}.", f"{documented_prefix}{name}.", catalog, written)
-            if isinstance(value, Mapping)
-            else value
-        )
-    return found
+        if isinstance(value, Mapping):
+            value = _resolved(value, f"{path}.", f"{documented_prefix}{name}.", catalog, written)
+        section[name] = value
+    return section

@@ -1,4 +1,7 @@
-"""The configuration keys of the installed DeepSpeed: shipped for known versions, derived for other versions."""
+"""The configuration keys of the installed DeepSpeed.
+
+zerofit ships the keys of known versions and derives those of other versions.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypedDict
 
 import yaml
 
@@ -21,9 +24,29 @@ from zerofit.spec.extras import installed_version
 from zerofit.spec.files import cache_root, write_text
 from zerofit.spec.local_machine import is_older
 
-Schema = dict[str, Any]
 # for zerofit's own YAML; libyaml is ten times as fast, and PyYAML without libyaml gives the same result
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+NEWEST = "0.19.8"  # the DeepSpeed version of data/
+DERIVED_WITH = (2, 14)  # the torch version with which data/ was derived
+
+
+class Schema(TypedDict, total=False):
+    """A JSON Schema of one key (draft 2020-12), with the words that zerofit uses."""
+
+    type: str | list[str]
+    enum: list[object]
+    const: object
+    anyOf: list[Schema]
+    minimum: float
+    exclusiveMinimum: float
+    maximum: float
+    exclusiveMaximum: float
+    properties: dict[str, Schema]
+    additionalProperties: bool
+    default: object
+    description: str
+    deprecated: bool
+    examples: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +59,7 @@ class Catalog:
     deprecated: Mapping[str, str]  # dotted path of an old name or an alias -> documented name
     removed: frozenset[str]  # dotted paths that an older DeepSpeed supported and this one refuses
     optimizers: Mapping[str, Mapping[str, list[str]]]  # name -> variant ("fused", "cpu", "torch") -> parameters
-    schedulers: Mapping[str, Mapping[str, Any]]  # name -> required, optional, own
+    schedulers: Mapping[str, SchedulerParameters]
 
     @cached_property
     def places(self) -> dict[str, list[str]]:
@@ -51,7 +74,7 @@ class Catalog:
         """Return the schema of the key at a dotted path, or None if DeepSpeed has no such key."""
         return get(self.schema, "properties." + path.replace(".", ".properties."))
 
-    def default(self, path: str) -> Any:
+    def default(self, path: str) -> object:
         """Return DeepSpeed's default for the key; None if there is none."""
         return (self.node(path) or {}).get("default")
 
@@ -62,8 +85,12 @@ def _paths(schema: Schema, prefix: str = "") -> Iterator[str]:
         yield from _paths(child, f"{prefix}{key}.")
 
 
-NEWEST = "0.19.8"  # the DeepSpeed version of data/
-DERIVED_WITH = (2, 14)  # the torch version with which data/ was derived
+class SchedulerParameters(TypedDict):
+    """The constructor parameters of a scheduler."""
+
+    required: list[str]
+    optional: list[str]
+    own: bool  # from DeepSpeed, not from torch
 
 
 @lru_cache(maxsize=1)
@@ -74,10 +101,10 @@ def catalog() -> Catalog:
     ship takes seconds.
     """
     version = installed_version("deepspeed") or NEWEST
-    found = _shipped(version) or _derived(version)
-    _lay_in(found["schema"], found["deprecated"])
-    strict, removed = (frozenset(found.pop(name)) for name in ("strict", "removed"))
-    return Catalog(strict=strict, removed=removed, **found)
+    fields = _shipped(version) or _derived(version)
+    _describe(fields["schema"], fields["deprecated"])
+    strict, removed = (frozenset(fields.pop(name)) for name in ("strict", "removed"))
+    return Catalog(strict=strict, removed=removed, **fields)
 
 
 def read_data(name: str) -> Any:
@@ -91,13 +118,13 @@ def read_data(name: str) -> Any:
 
 @cache
 def names(kind: str) -> Mapping[str, str]:
-    """Return one section of data/names.yaml. Each name has a meaning or a replacement."""
+    """Return the section `kind` of data/names.yaml: a meaning or a replacement for each name."""
     return _all_names()[kind]
 
 
 @cache
 def keys_of_programs() -> frozenset[str]:
-    """Return the top-level keys of a DeepSpeed JSON that training programs read and DeepSpeed ignores."""
+    """Return the top-level keys that training programs read and DeepSpeed ignores."""
     return frozenset(_all_names()["of_programs"].split())
 
 
@@ -107,7 +134,7 @@ def _all_names() -> Mapping[str, Any]:
 
 
 def _shipped(version: str) -> dict[str, Any] | None:
-    """Return the shipped catalog of a DeepSpeed version; None if this torch is too old for the catalog."""
+    # An older torch has fewer optimizers and schedulers than the shipped catalog.
     return None if is_older("torch", DERIVED_WITH) else read_data(f"deepspeed-{version}.json")
 
 
@@ -116,6 +143,7 @@ def _derived(version: str) -> dict[str, Any]:
     if path.is_file():
         return json.loads(path.read_text(encoding="utf-8"))
     logging.getLogger(__name__).warning("reading the configuration keys of DeepSpeed %s (once) ...", version)
+    # in another process: importing DeepSpeed takes seconds and may log to standard output
     done = subprocess.run([sys.executable, "-m", "zerofit.check.derive"], capture_output=True, text=True, check=False)
     if done.returncode:
         message = f"cannot read the configuration keys of DeepSpeed {version}: {done.stderr.strip()[-600:]}"
@@ -125,15 +153,17 @@ def _derived(version: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def _lay_in(schema: Schema, deprecated: Mapping[str, str]) -> None:
-    """Add zerofit's descriptions, and types if DeepSpeed has none. An alias gets the description of its key."""
-    descriptions, refinements = read_data("descriptions.json") or {}, read_data("refinements.json") or {}
+def _describe(schema: Schema, deprecated: Mapping[str, str]) -> None:
+    """Add zerofit's descriptions to the schema, and types if DeepSpeed has none."""
+    descriptions: dict[str, str] = read_data("descriptions.json")
+    refinements: dict[str, Schema] = read_data("refinements.json")
 
     def walk(node: Schema, prefix: str, documented_prefix: str) -> None:
         for key, child in node.get("properties", {}).items():
             path = f"{prefix}{key}"
             known_as = documented_prefix + documented(prefix, key, deprecated)
             child.update(refinements.get(path, {}))
+            # an alias has the description of its key
             text = descriptions.get(path) or descriptions.get(known_as)
             if text:
                 child["description"] = text if path in descriptions else f"Another name of {known_as}. {text}"
@@ -145,8 +175,9 @@ def _lay_in(schema: Schema, deprecated: Mapping[str, str]) -> None:
 
 
 def documented(prefix: str, key: str, deprecated: Mapping[str, str]) -> str:
-    """Return the documented name of a key. Some old names were renamed twice."""
-    for _ in range(2):
+    """Return the documented name of a key."""
+    for _ in range(2):  # some old names were renamed twice
         new = deprecated.get(f"{prefix}{key}", key)
+        # "a or b" is no new name: its value was split over two keys
         key = new if new.isidentifier() else key
     return key

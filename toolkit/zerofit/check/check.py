@@ -30,27 +30,27 @@ FUNCTIONS: tuple[Callable[[CheckSubject], Iterator[Finding]], ...] = (batch, opt
 
 
 def check(document: Document, setting: TargetHardware) -> list[Finding]:
-    """Return all findings: first faults that stop a run, then faults that change it, then ignored keys.
+    """Return all findings, the worst first.
 
-    This starts no rank and does not import torch.
+    Errors come before warnings, and faults that stop a run before those that change it. This starts no rank and does
+    not import torch.
     """
-    known = catalog()
-    found = list(text_findings(document, setting.reader))
+    findings = list(text_findings(document, setting.reader))
     if isinstance(document.config, dict):
-        effective = effective_config(document.config, known, setting)
-        found += effective.key_findings
-        found += unknown_arguments(document.config) if setting.reader == "neox" else ()
+        effective = effective_config(document.config, catalog(), setting)
+        findings += effective.key_findings
+        findings += unknown_arguments(document.config) if setting.reader == "neox" else ()
         # A rule that depends on a wrong value is skipped, since the user meant another value.
         for rule in (*rules(), *FUNCTIONS):
             with suppress(UnclearValue):
-                found += map(effective.in_file, rule(effective.subject))
-        found += map(effective.in_file, effective.findings)
-    for n, finding in enumerate(found):
+                findings += map(effective.in_file, rule(effective.subject))
+        findings += map(effective.in_file, effective.findings)
+    for n, finding in enumerate(findings):
         if not finding.line:
             place = document.place(finding.path)
             edits = finding.edits if document.editable else ()
-            found[n] = replace(finding, line=place.line, column=place.column, edits=edits)
-    return sorted(found, key=lambda f: (f.severity, EFFECTS.index(f.effect), f.line, f.column, f.code))
+            findings[n] = replace(finding, line=place.line, column=place.column, edits=edits)
+    return sorted(findings, key=lambda f: (f.severity, EFFECTS.index(f.effect), f.line, f.column, f.code))
 
 
 def mend(document: Document, setting: TargetHardware, rounds: int = 5) -> str:

@@ -1,4 +1,4 @@
-"""Derive the keys of the installed DeepSpeed's configuration, with types, defaults and bounds.
+"""Derive the configuration keys of the installed DeepSpeed, with types, defaults and bounds.
 
 DeepSpeed has no list of its keys. So its own reader (`DeepSpeedConfig`) reads a dictionary that records each lookup and
 pretends to have sections. A section that is read into a pydantic class has the fields of that class. Optimizers and
@@ -10,6 +10,7 @@ schedulers have the parameters of their constructors.
 
 from __future__ import annotations
 
+import enum
 import importlib.metadata
 import inspect
 import json
@@ -23,8 +24,9 @@ from unittest import mock
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
+    from pydantic.fields import FieldInfo
 
-Schema = dict[str, Any]
+    from zerofit.check.catalog import SchedulerParameters, Schema
 
 # The engine picks Muon's parameters one by one instead of passing them to a constructor.
 MUON_PARAMS = ("lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps", "ns_method", "per_head_muon")
@@ -56,7 +58,8 @@ class RecordingDict(dict):
         """Record the lookup of a key. Return the key's path if the key is a section, else None."""
         path = f"{self._path}.{key}" if self._path else str(key)
         if default is not None or path not in self._reading.defaults:
-            self._reading.defaults[path] = dict(default) if isinstance(default, dict) else default  # it changes
+            # DeepSpeed changes its default objects while it reads.
+            self._reading.defaults[path] = dict(default) if isinstance(default, dict) else default
         return path if path in self._reading.sections else None
 
     def __bool__(self) -> bool:
@@ -86,17 +89,15 @@ class RecordingDict(dict):
         return self.get(key, default)
 
     def keys(self) -> Any:
-        """Return the keys as an object that supports `in`.
-
-        If DeepSpeed passes all keys of a section by `**` to a pydantic class, the object records the section.
-        """
+        """Return an object that supports `in`, and that records an unpacking of this section."""
+        # `Model(**section)` calls keys() and iterates over the result, while other code iterates over the section.
         return _Keys(self)
 
-    def __iter__(self) -> Iterator[str]:  # `**` calls keys() only if it exists
+    def __iter__(self) -> Iterator[str]:
         return iter(())
 
     def unpacked(self) -> Iterator[str]:
-        """Record that a call gets all keys by `**`."""
+        """Record that a call gets all keys by `**`. Return no keys."""
         self._reading.unpacked = self._path
         return iter(())
 
@@ -112,6 +113,8 @@ class RecordingDict(dict):
 
 
 class _Keys:
+    """The keys of a section, see `RecordingDict.keys`."""
+
     def __init__(self, owner: RecordingDict):
         self._owner = owner
 
@@ -134,6 +137,7 @@ class SchemaReading:
         self.unpacked: str | None = None
         root = RecordingDict("", self)
         with self._noted_models():
+            # DeepSpeedConfig.__init__ needs a file or a real dictionary, so its steps run one by one.
             reader = object.__new__(ds.DeepSpeedConfig)
             reader._param_dict, reader.global_rank, reader.world_size = root, 0, 1
             reader._initialize_params(root)
@@ -142,11 +146,12 @@ class SchemaReading:
 
     @contextmanager
     def _noted_models(self) -> Iterator[None]:
+        """Record each section that DeepSpeed reads into a pydantic class, with the class."""
         from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
-        made = DeepSpeedConfigModel.__init__
+        original = DeepSpeedConfigModel.__init__
 
-        def init(model: Any, *args: Any, **data: Any) -> None:
+        def init(model: DeepSpeedConfigModel, *args: Any, **data: Any) -> None:
             path, self.unpacked = self.unpacked, None
             if path is not None:
                 self.models[path] = type(model)
@@ -156,7 +161,7 @@ class SchemaReading:
                 inner = _model_in(type(model).model_fields[name].annotation)
                 if inner:
                     self.models[value._path] = inner
-            made(model, *args, **data)
+            original(model, *args, **data)
 
         with mock.patch.object(DeepSpeedConfigModel, "__init__", init):
             yield
@@ -167,7 +172,7 @@ def derive() -> dict[str, object]:
     from deepspeed.runtime import config as ds
     from deepspeed.runtime import precision_config
 
-    reading = _explored()
+    reading = _read_all_sections()
     deprecated = {precision_config.BFLOAT16_OLD: precision_config.BFLOAT16}
     removed = {f"zero_optimization.{key}" for key in getattr(ds, "_REMOVED_ZERO_CONFIG_KEYS", ())}
     removed |= set(getattr(ds, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", ()))
@@ -194,23 +199,23 @@ def derive() -> dict[str, object]:
     }
 
 
-def _explored() -> SchemaReading:
-    """Read the configuration repeatedly, each time with more keys as sections, until there is no new section."""
+def _read_all_sections() -> SchemaReading:
+    """Read the configuration with more and more keys as sections, until there is no new section."""
     # DeepSpeed looks up the keys of a section only if the section exists. A key without a default, or with false, may
     # be a section: try it, and keep it if the reader then looks up keys in it.
     sections: set[str] = set()
     tried: set[str] = set()
     reading = SchemaReading(sections)
-    while todo := [p for p in reading.defaults if p not in tried]:
-        maybe = [p for p in todo if reading.defaults[p] in (None, {}) or isinstance(reading.defaults[p], bool)]
-        found = [_as_section(path, sections) for path in maybe]
-        tried |= set(todo)
+    while untried := [p for p in reading.defaults if p not in tried]:
+        maybe = [p for p in untried if reading.defaults[p] in (None, {}) or isinstance(reading.defaults[p], bool)]
+        trials = [_as_section(path, sections) for path in maybe]
+        tried |= set(untried)
         defaults, models = dict(reading.defaults), dict(reading.models)
-        for found_reading in filter(None, found):
-            sections |= found_reading.sections
-            defaults, models = {**found_reading.defaults, **defaults}, {**found_reading.models, **models}
+        for trial in filter(None, trials):
+            sections |= trial.sections
+            defaults, models = {**trial.defaults, **defaults}, {**trial.models, **models}
         reading = SchemaReading(sections)
-        # from all readings, since an old name is looked up only if the new name is missing
+        # Keep the keys of all readings: DeepSpeed looks up an old name only if the new name is missing.
         reading.defaults, reading.models = {**defaults, **reading.defaults}, {**models, **reading.models}
     return reading
 
@@ -222,24 +227,24 @@ def _as_section(path: str, sections: set[str]) -> SchemaReading | None:
     """
     parents = {p for p in sections if path.startswith(f"{p}.")}
     try:
-        found = SchemaReading({*parents, path})
+        reading = SchemaReading({*parents, path})
     except Exception:  # not a section; getters fail with different errors
         return None
-    inside = any(defaults.startswith(f"{path}.") for defaults in found.defaults)
-    return found if inside or path in found.models else None
+    inside = any(key.startswith(f"{path}.") for key in reading.defaults)
+    return reading if inside or path in reading.models else None
 
 
 def _put(root: Schema, path: str, schema: Schema) -> None:
     """Insert a schema at a dotted path. New parent objects allow no unknown keys."""
     *parents, last = path.split(".")
+    properties = root.get("properties", {})
     for key in parents:
-        root = root["properties"].setdefault(key, {})
-        if "properties" not in root:
-            root.clear()
-            root.update({"type": "object", "properties": {}, "additionalProperties": False})
-    if "properties" in root["properties"].get(last, {}) and "properties" not in schema:
-        return  # a section: its getter has no default
-    root["properties"][last] = schema
+        if "properties" not in properties.get(key, {}):
+            properties[key] = {"type": "object", "properties": {}, "additionalProperties": False}
+        properties = properties[key].get("properties", {})
+    # The getter of a section has no default: a section that is known already is better than that.
+    if "properties" not in properties.get(last, {}) or "properties" in schema:
+        properties[last] = schema
 
 
 def _of_default(default: object) -> Schema:
@@ -250,7 +255,8 @@ def _of_default(default: object) -> Schema:
     return {"default": default} if default == "auto" else {"type": kind, "default": default}
 
 
-def _model_in(annotation: object) -> type | None:
+def _model_in(annotation: object) -> type[BaseModel] | None:
+    """Return the pydantic class of DeepSpeed in a field's type, for example in `X | None`; None if there is none."""
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
     options = typing.get_args(annotation) or (annotation,)
@@ -258,7 +264,7 @@ def _model_in(annotation: object) -> type | None:
 
 
 def _of_model(model: type[BaseModel], path: str, deprecated: dict[str, str], strict: set[str]) -> Schema:
-    """Return the fields under each name that DeepSpeed accepts (own name and alias).
+    """Return the schema of a section, with each name of a field that DeepSpeed accepts.
 
     Aliases are added to `deprecated`, and strict sections to `strict`.
     """
@@ -280,30 +286,31 @@ def _of_model(model: type[BaseModel], path: str, deprecated: dict[str, str], str
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
-def _of_field(field: Any) -> Schema:
+def _of_field(field: FieldInfo) -> Schema:
     from pydantic import TypeAdapter
     from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
 
-    annotation = field.annotation
-    if field.metadata:  # a type that is built at run time
-        annotation = typing.cast(typing.Any, typing.Annotated[field.annotation, *field.metadata])
+    annotation: Any = field.annotation
+    if field.metadata:  # bounds, which pydantic has taken from the annotation
+        annotation = typing.Annotated[annotation, *field.metadata]
     try:
-        schema = _inlined(TypeAdapter(annotation).json_schema())
+        schema: Schema = _inlined(TypeAdapter(annotation).json_schema())
     except (PydanticInvalidForJsonSchema, PydanticSchemaGenerationError):
         schema = {}  # a Python object, which JSON does not have
     default = field.get_default()
-    if hasattr(default, "value"):
+    if isinstance(default, enum.Enum):
         default = default.value
     if isinstance(default, bool | int | float | str) and not (isinstance(default, float) and math.isinf(default)):
+        # a subclass of int, like an IntEnum, would not become plain JSON
         schema["default"] = int(default) if type(default) is not bool and isinstance(default, int) else default
     return schema
 
 
-def _inlined(schema: Schema) -> Schema:
+def _inlined(schema: dict[str, Any]) -> Any:
     """Remove titles, descriptions and references; turn `X or null` into one list of types."""
     definitions = schema.get("$defs", {})
 
-    def walk(node: object) -> Any:
+    def walk(node: Any) -> Any:
         if isinstance(node, list):
             return [walk(n) for n in node]
         if not isinstance(node, dict):
@@ -335,7 +342,8 @@ def _optimizers() -> dict[str, dict[str, list[str]]]:
     from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
     from deepspeed.runtime import config as ds
 
-    steering = {ds.TORCH_ADAM_PARAM, ds.ADAM_W_MODE}
+    # parameters that choose the variant; DeepSpeed removes them before it calls the constructor
+    choosing = {ds.TORCH_ADAM_PARAM, ds.ADAM_W_MODE}
     adam = {"fused": FusedAdam, "cpu": DeepSpeedCPUAdam, "torch": torch.optim.AdamW}
     variants: dict[str, dict[str, object]] = {
         "adam": adam,
@@ -348,7 +356,8 @@ def _optimizers() -> dict[str, dict[str, list[str]]]:
     for name in ds.DEEPSPEED_OPTIMIZERS:
         known[name] = {v: _parameters(kind) for v, kind in variants.get(name, {}).items()}
         if name in ("adam", "adamw"):
-            known[name] = {v: sorted({*p, *steering, "fp32_optimizer_states"}) for v, p in known[name].items()}
+            known[name] = {v: sorted({*p, *choosing, "fp32_optimizer_states"}) for v, p in known[name].items()}
+    # Muon updates only matrices, and all other parameters use Adam.
     known["muon"] = {"fused": sorted({*MUON_PARAMS, *known["adam"]["cpu"]})}
     for name, kind in vars(torch.optim).items():
         optimizer = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
@@ -357,8 +366,8 @@ def _optimizers() -> dict[str, dict[str, list[str]]]:
     return known
 
 
-def _schedulers() -> dict[str, dict[str, list[str]]]:
-    """Return the `required` and `optional` parameters of each scheduler: DeepSpeed's schedulers, then torch's."""
+def _schedulers() -> dict[str, SchedulerParameters]:
+    """Return the parameters of each scheduler: DeepSpeed's schedulers, then torch's."""
     import torch
     from deepspeed.runtime import lr_schedules
 
@@ -366,15 +375,18 @@ def _schedulers() -> dict[str, dict[str, list[str]]]:
     for name, kind in vars(torch.optim.lr_scheduler).items():
         if isinstance(kind, type) and issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
             kinds.setdefault(name, kind)
-    found = {}
+    schedulers: dict[str, SchedulerParameters] = {}
     for name, kind in kinds.items():
-        taken, needed = _parameters(kind), _parameters(kind, required=True)
+        required = _parameters(kind, required=True)
+        optional = [p for p in _parameters(kind) if p not in required]
         own = name in lr_schedules.VALID_LR_SCHEDULES
-        found[name] = {"required": needed, "optional": [p for p in taken if p not in needed], "own": own}
-    return found
+        schedulers[name] = {"required": required, "optional": optional, "own": own}
+    return schedulers
 
 
 def _parameters(kind: object, required: bool = False) -> list[str]:
+    """Return the names of a constructor's parameters, or only of those without a default."""
+    # The training program passes the skipped ones itself.
     skipped = {"self", "params", "model_params", "optimizer", "args", "kwargs"}
     signature = inspect.signature(kind.__init__).parameters.values()
     chosen = [p for p in signature if p.name not in skipped]

@@ -1,4 +1,4 @@
-"""The text of a DeepSpeed JSON, or of a YAML with DeepSpeed's keys. Every key and value has a position."""
+"""The text of a DeepSpeed JSON or YAML, with the position of every key and value."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Document:
     commas: tuple[TextPosition, ...] = ()  # after the last member of an object or array
     comment: TextPosition | None = None  # the first comment
     places: Mapping[str, TextPosition] | None = None  # place in the file, if `text` is not the file's own text
-    loose: SyntaxFault | None = None  # the first place that is HJSON, not JSON
+    hjson: SyntaxFault | None = None  # the first place that is HJSON, not JSON
     yaml: bool = False
 
     @property
@@ -46,15 +46,15 @@ class Document:
         return parse_yaml(text) if self.yaml else parse(text)
 
     def member(self, path: str) -> ObjectMember | None:
-        """Return the member at a dotted path, or None. Of several members with the same key, the last counts."""
-        found = None
+        """Return the member at a dotted path, or None. Of duplicate keys, the last counts."""
+        member = None
         value = self.root
         for key in path.split("."):
-            found = value.by_key.get(key)
-            if found is None:
+            member = value.by_key.get(key)
+            if member is None:
                 return None
-            value = found.value
-        return found
+            value = member.value
+        return member
 
     def value(self, path: str) -> ParsedValue | None:
         """Return the value at a dotted path ("" is the root), or None."""
@@ -62,7 +62,7 @@ class Document:
         return self.root if not path else member and member.value
 
     def place(self, path: str) -> TextPosition:
-        """Return the position of a key. For a missing key, return the position of its innermost existing parent."""
+        """Return the position of a key; of a missing key, that of its innermost existing parent."""
         while path:
             member = self.member(path)
             if self.places is not None and path in self.places:
@@ -73,7 +73,7 @@ class Document:
         return self.root.place
 
     def duplicates(self) -> Iterator[tuple[str, ObjectMember, ObjectMember]]:
-        """Yield each key that an object has more than once: dotted path, an earlier member, the last member."""
+        """Yield each duplicate key: its dotted path, an earlier member, the last member."""
         yield from _duplicates(self.root, "")
 
 
@@ -106,13 +106,11 @@ def parse_yaml(text: str) -> Document:
 
 
 def _of_node(tree: YamlTree, node: yaml.Node) -> ParsedValue:
-    """Convert a YAML node and the nodes in it to a `ParsedValue`.
-
-    Keys become strings, and so do values that JSON does not support (dates, infinity).
-    """
+    """Convert a YAML node and the nodes in it to a `ParsedValue`."""
     place = _position(node)
     if isinstance(node, yaml.MappingNode):
-        last = {str(tree.value(key)): (key, value) for key, value in tree.members(node)}  # merged keys are first
+        # JSON has only strings as keys. Keys merged by << come first, so the mapping's own keys replace them.
+        last = {str(tree.value(key)): (key, value) for key, value in tree.members(node)}
         members = tuple(
             ObjectMember(key=name, place=_position(key), value=_of_node(tree, value))
             for name, (key, value) in last.items()
@@ -121,9 +119,10 @@ def _of_node(tree: YamlTree, node: yaml.Node) -> ParsedValue:
     if isinstance(node, yaml.SequenceNode):
         items = tuple(_of_node(tree, item) for item in node.value)
         return ParsedValue(place=place, data=[item.data for item in items], items=items)
+    # JSON has no dates and no infinity: such values stay text.
     data = tree.value(node)
-    plain = data is None or isinstance(data, str | int) or (isinstance(data, float) and math.isfinite(data))
-    return ParsedValue(place=place, data=data if plain else node.value)
+    supported = data is None or isinstance(data, str | int) or (isinstance(data, float) and math.isfinite(data))
+    return ParsedValue(place=place, data=data if supported else node.value)
 
 
 def _position(node: yaml.Node) -> TextPosition:
@@ -133,7 +132,7 @@ def _position(node: yaml.Node) -> TextPosition:
 
 def of_hjson(text: str, config: object, fault: SyntaxFault) -> Document:
     """Return the document of an HJSON text. Its keys are located by a search in the text."""
-    return replace(of_data(config), generated=False, places=dict(_places(config, text, "", 0)), loose=fault)
+    return replace(of_data(config), generated=False, places=dict(_places(config, text, "", 0)), hjson=fault)
 
 
 def _places(config: object, text: str, prefix: str, after: int) -> Iterator[tuple[str, TextPosition]]:
@@ -156,6 +155,7 @@ def of_lines(config: object, lines: Mapping[str, int]) -> Document:
     """Return a document for a value made from another file, with the line numbers of that file."""
     places: dict[str, TextPosition] = {}
     for path, line in sorted(lines.items(), key=lambda item: item[1]):
-        for name in with_parents(path):  # a section has the line of its first key
+        # A section has the line of its first key.
+        for name in with_parents(path):
             places.setdefault(name, TextPosition(line=line, column=1, start=0, end=0))
     return replace(of_data(config), places=places)

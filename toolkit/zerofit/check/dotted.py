@@ -54,9 +54,10 @@ def autos(config: object, prefix: str = "") -> Iterator[str]:
         yield prefix
 
 
-def leaves(config: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted path and the value of everything that is not an object. Empty objects count as values."""
+def leaves(config: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the dotted path and the value of everything that is not an object."""
     for key, value in config.items():
+        # An empty object counts as a value: `"zero_optimization": {}` has an effect.
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{key}.")
         else:

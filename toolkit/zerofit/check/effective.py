@@ -2,7 +2,7 @@
 
 Rules check this configuration:
 
-1. GPT-NeoX passes on only a part of its file (`given`).
+1. GPT-NeoX passes on only a part of its file (`passed`).
 2. Faults with one clear correction are corrected (`meant`), so one error does not hide another error.
 3. Old names and aliases become the documented names (`aliases`).
 4. Each "auto" gets the value from the program that reads the file: from its arguments or its defaults (`filled`).
@@ -42,10 +42,10 @@ LEFT_OUT: dict[str, tuple[object, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class EffectiveConfig:
-    """The configuration as DeepSpeed gets it, with documented names, and the source of each filled value."""
+    """The configuration as DeepSpeed gets it, and the steps from the file to it."""
 
-    given: Aliases  # DeepSpeed's keys of the file
-    meant: Aliases  # `given` without the faults that have one clear correction
+    passed: Aliases  # DeepSpeed's keys of the file
+    meant: Aliases  # `passed` without the faults that have one clear correction
     aliases: Aliases  # `meant` with documented names
     subject: CheckSubject
     filled: Mapping[str, RequestedValue] = field(default_factory=dict)  # key -> the value that replaced its "auto"
@@ -53,11 +53,12 @@ class EffectiveConfig:
     findings: tuple[Finding, ...] = ()
 
     def in_file(self, finding: Finding) -> Finding:
-        """Return a finding with the file's names. If the finding is about an "auto", add where its value comes from."""
+        """Return a finding with the file's names, and with the source of an "auto"'s value."""
         written = self.aliases.finding_in_file(finding)
-        if self.meant.in_file(written.path) != written.path:  # edits use the key's correct name
+        # Edits would use the key's correct name, which the file does not have yet.
+        if self.meant.in_file(written.path) != written.path:
             written = replace(self.meant.finding_in_file(written), edits=())
-        written = self.given.finding_in_file(written)
+        written = self.passed.finding_in_file(written)
         by = self.filled.get(finding.path)
         if by is None or finding.other_place or '"auto"' in finding.message:
             return written
@@ -67,9 +68,9 @@ class EffectiveConfig:
 
 def effective_config(config: Mapping[str, object], catalog: Catalog, setting: TargetHardware) -> EffectiveConfig:
     """Fill in each "auto", and compare the JSON with values from flags, arguments and programs."""
-    given = handed_on(config) if setting.reader == "neox" else Aliases(config=config)
-    key_findings = tuple(keys(given.config, catalog, setting))
-    meant = corrected(given.config, key_findings)
+    passed = handed_on(config) if setting.reader == "neox" else Aliases(config=config)
+    key_findings = tuple(keys(passed.config, catalog, setting))
+    meant = corrected(passed.config, key_findings)
     aliases = resolve(meant.config, catalog)
     effective = deepcopy(dict(aliases.config))
     filled: dict[str, RequestedValue] = {}
@@ -77,18 +78,18 @@ def effective_config(config: Mapping[str, object], catalog: Catalog, setting: Ta
     wrong = (finding.path for finding in key_findings if finding.code in WRONG_VALUE and not finding.edits)
     unclear = frozenset(aliases.documented(meant.documented(path)) for path in wrong)
     return EffectiveConfig(
-        given=given,
+        passed=passed,
         meant=meant,
         aliases=aliases,
         subject=CheckSubject(config=effective, catalog=catalog, setting=setting, unclear=unclear),
         filled=filled,
-        key_findings=tuple(map(given.finding_in_file, key_findings)),
+        key_findings=tuple(map(passed.finding_in_file, key_findings)),
         findings=findings,
     )
 
 
 def _fill(config: dict[str, object], filled: dict[str, RequestedValue], setting: TargetHardware) -> Iterator[Finding]:
-    """Replace each "auto" with the requested value and record it in `filled`. Yield findings about differences."""
+    """Fill each "auto" of `config`, record it in `filled`, and yield findings about differences."""
     for requested in (
         *setting.requested,
         *_total_batch(config, setting),
@@ -104,17 +105,17 @@ def _fill(config: dict[str, object], filled: dict[str, RequestedValue], setting:
         if value == "auto" and setting.reader in FILLING and not isinstance(requested.value, tuple):
             put(config, requested.path, requested.value)
             filled[requested.path] = requested
+    # Accelerate fills in a missing number of steps, too (1.15 utils/dataclasses.py:1326).
     if setting.reader in HUGGING_FACE and not config.get(STEPS):
-        config[STEPS] = 1  # accelerate 1.15 utils/dataclasses.py:1326
+        config[STEPS] = 1
 
 
 def _same(value: object, requested: object) -> bool:
-    """Return whether a JSON value equals a requested value. If only one of them is a string, return True."""
+    """Return whether a JSON value equals a requested value."""
     if isinstance(requested, tuple):
         return str(value).lower() in requested
-    if isinstance(value, str) or isinstance(requested, str):
-        return value == requested or not (isinstance(value, str) and isinstance(requested, str))
-    return value == requested
+    # A string beside a number is a wrong type, which the key check reports.
+    return value == requested or isinstance(value, str) != isinstance(requested, str)
 
 
 def _shown(value: object) -> str:
@@ -122,15 +123,16 @@ def _shown(value: object) -> str:
 
 
 def _differs(requested: RequestedValue, value: object, setting: TargetHardware) -> Finding:
-    stops = setting.reader in ("trainer", "zerofit")
-    goes_on = "the file's value is used and the program's argument is ignored"
-    refuses = "the run stops: the Trainer and zerofit refuse values that differ from their arguments"
+    """Return the finding about a value of the JSON that differs from an argument's."""
+    why = "the file's value is used and the program's argument is ignored"
+    if setting.reader in ("trainer", "zerofit"):
+        why = "the run stops: the Trainer and zerofit refuse values that differ from their arguments"
     return Finding(
         code="flag-differs",
         severity=requested.severity,
         path=requested.path,
         message=f"{requested.path} is {_shown(value)} in the file, but {requested.by}",
-        why=requested.overruled or (refuses if stops else goes_on),
+        why=requested.overruled or why,
         fix="remove one of the two"
         if requested.overruled
         else 'make them equal, or write "auto" if the program fills it in',
@@ -139,6 +141,7 @@ def _differs(requested: RequestedValue, value: object, setting: TargetHardware) 
 
 
 def _refused(requested: RequestedValue, value: object) -> Finding:
+    """Return the finding about a value that must not be in Accelerate's file too."""
     has = f", which has {'none' if value is None else _shown(value)} for {requested.path}" if requested.path else ""
     return Finding(
         code="accelerate-beside-json",
@@ -152,6 +155,7 @@ def _refused(requested: RequestedValue, value: object) -> Finding:
 
 
 def _left_out(config: Mapping[str, object], requested: RequestedValue) -> Iterator[Finding]:
+    """Check that the JSON has the key of an argument, if DeepSpeed's default is another value."""
     default, needed = LEFT_OUT.get(requested.path, (None, ""))
     if default is None or _same(default, requested.value) or (needed and get(config, needed) is None):
         return
@@ -166,6 +170,7 @@ def _left_out(config: Mapping[str, object], requested: RequestedValue) -> Iterat
 
 
 def _total_batch(config: Mapping[str, object], setting: TargetHardware) -> Iterator[RequestedValue]:
+    """Yield the total batch size if flags set the two other sizes and the number of ranks."""
     requested = {value.path: value.value for value in setting.requested}
     if TOTAL in requested or not (requested.get(MICRO) and requested.get(STEPS) and setting.ranks):
         return
@@ -175,6 +180,7 @@ def _total_batch(config: Mapping[str, object], setting: TargetHardware) -> Itera
         get(config, "tensor_parallel.autotp_size"),
     )
     parallel = math.prod(n for n in degrees if isinstance(n, int) and n > 1)
-    each = requested[MICRO] * requested[STEPS]
+    per_rank = requested[MICRO] * requested[STEPS]
     data = max(1, setting.ranks // parallel)
-    yield RequestedValue(path=TOTAL, value=each * data, source=f"{each} a rank x {data} = {each * data}")
+    total = per_rank * data
+    yield RequestedValue(path=TOTAL, value=total, source=f"{per_rank} a rank x {data} = {total}")

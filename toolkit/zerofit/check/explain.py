@@ -1,11 +1,11 @@
-"""The effects of a DeepSpeed JSON: which keys are used, which are ignored and why, and which defaults apply."""
+"""The effect of each key of a DeepSpeed JSON, and the defaults that apply."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from zerofit.check.catalog import catalog, documented
 from zerofit.check.document import Document
@@ -15,11 +15,7 @@ from zerofit.check.finding import Finding
 from zerofit.check.rule import defaults, rules
 from zerofit.check.subject import TargetHardware
 
-READ_WHEN_OFF = (
-    "comms_logger",
-    "data_efficiency",
-)  # sections that `enabled: false` does not switch off
-
+READ_WHEN_OFF = ("comms_logger", "data_efficiency")  # sections that `enabled: false` does not switch off
 IGNORED_KEYS = ("unknown-key", "own-key")  # key-check findings about ignored keys; rules use `ignored: true`
 
 
@@ -28,7 +24,7 @@ class KeyRow:
     """One key: its value and its effect."""
 
     path: str
-    value: Any
+    value: object
     status: Literal["takes effect", "ignored", "wrong", "auto", "default"]
     text: str
 
@@ -38,50 +34,53 @@ class KeyRow:
 
 
 def explain(document: Document, findings: Sequence[Finding], setting: TargetHardware) -> list[KeyRow]:
-    """Return a row for each key of the JSON, in the JSON's order, then for the defaults that matter."""
-    known = catalog()
-    effective = effective_config(document.config, known, setting)
+    """Return a row for each key, in the JSON's order, and then for each default that matters."""
+    effective = effective_config(document.config, catalog(), setting)
     subject = effective.subject
-    verdicts = {f.path: f for f in reversed(findings)}
-    rows = [_row(path, value, verdicts, document.config, effective) for path, value in leaves(document.config)]
+    by_path = {f.path: f for f in reversed(findings)}  # the worst finding of each path
+    rows = [_row(path, value, by_path, document.config, effective) for path, value in leaves(document.config)]
     for note in defaults():
-        unread = effective.meant.in_file(note.key) != note.key  # the file has this key under a wrong name
+        # The file may have this key under a wrong name, which DeepSpeed does not read.
+        unread = effective.meant.in_file(note.key) != note.key
         if note.matters(subject) and (unread or not subject.has(note.key)):
-            rows.append(
-                KeyRow(path=note.key, value=known.default(note.key), status="default", text=note.shown(subject))
-            )
+            value, text = subject.default(note.key), note.shown(subject)
+            rows.append(KeyRow(path=note.key, value=value, status="default", text=text))
     return rows
 
 
 def _row(
-    path: str, value: object, verdicts: Mapping[str, Finding], config: Mapping[str, object], effective: EffectiveConfig
+    path: str, value: object, findings: Mapping[str, Finding], config: Mapping[str, object], effective: EffectiveConfig
 ) -> KeyRow:
-    above = with_parents(path)
+    # A finding about a section as ignored is about its keys, too. Other findings are about one key.
+    sections = with_parents(path)
     ignored = {*IGNORED_KEYS, *(rule.code for rule in rules() if rule.ignored)}
-    finding = next((verdicts[p] for p in above if p in verdicts and (p == path or verdicts[p].code in ignored)), None)
+    related = [findings[p] for p in sections if p in findings]
+    finding = next((f for f in related if f.path == path or f.code in ignored), None)
     if finding is not None and finding.code in ignored:
         return KeyRow(path=path, value=value, status="ignored", text=finding.why)
     if finding is not None and finding.severity == "error":
         return KeyRow(path=path, value=value, status="wrong", text=finding.message)
-    unread = next((text for p in reversed(above) if (text := _unread(p, path, config))), None)
-    if unread:
-        return KeyRow(path=path, value=value, status="ignored", text=unread)
+    reason = next((text for section in reversed(sections) if (text := _unread(section, path, config))), None)
+    if reason:
+        return KeyRow(path=path, value=value, status="ignored", text=reason)
     if value == "auto":
-        by = effective.filled.get(path)
-        text = f"{json.dumps(by.value)}: {by.by}" if by else "filled in by zerofit or Hugging Face"
+        source = effective.filled.get(path)
+        text = f"{json.dumps(source.value)}: {source.by}" if source else "filled in by zerofit or Hugging Face"
         return KeyRow(path=path, value=value, status="auto", text=text)
     node = catalog().node(path) or {}
     return KeyRow(path=path, value=value, status="takes effect", text=node.get("description", ""))
 
 
 def _unread(section: str, path: str, config: Mapping[str, object]) -> str | None:
-    """Return why DeepSpeed ignores a key: its section is off, or the file also has a newer name of the section."""
+    """Return why DeepSpeed ignores a key because of one of its sections; None if it does not."""
     known = catalog()
     parent, _, key = section.rpartition(".")
     prefix = f"{parent}." if parent else ""
+    # The file may also have a newer name of the section.
     name = documented(prefix, key, known.deprecated)
     if name != key and get(config, f"{prefix}{name}", None) is not None:
         return f"DeepSpeed uses {prefix}{name} instead, which is also set"
+    # Or the section is off.
     switch = f"{section}.enabled"
     if section == path or path == switch or known.node(switch) is None or section in READ_WHEN_OFF:
         return None

@@ -23,7 +23,7 @@ Edits = tuple[Edit, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One fault of a DeepSpeed JSON. If line and column are 0, they are filled in later from the path."""
+    """One fault of a DeepSpeed JSON."""
 
     code: str  # stable slug, listed in docs/checks.md
     severity: Severity = "error"  # error: DeepSpeed stops, or trains differently than intended
@@ -33,7 +33,7 @@ class Finding:
     fix: str  # what to do
     other_place: str = ""  # "run.sh:12": the other file's line that differs
     edits: Edits = ()  # only if the meaning is clear: a move, a new name, a corrected type
-    line: int = 0
+    line: int = 0  # 0: filled in later from the path
     column: int = 0
 
     @cached_property
@@ -45,6 +45,7 @@ class Finding:
 
     def as_dict(self) -> dict[str, object]:
         """Return the keys that `zerofit check --json` prints."""
+        # "beside" is an older name: scripts read the key.
         names = ("line", "column", "path", "severity", "effect", "code", "message", "why", "fix")
         return {**{name: getattr(self, name) for name in names}, "beside": self.other_place}
 
@@ -55,18 +56,19 @@ def unknown_parameter(
     *,
     code: str,
     owner: str,
-    taken: Collection[str],
+    allowed: Collection[str],
     synonyms: Mapping[str, str],
     why: str = "",
 ) -> Finding:
-    """Return the finding about a parameter that `owner`, an optimizer or scheduler, does not have."""
+    """Return the finding about a parameter that an optimizer or scheduler does not have."""
     parent, _, key = path.rpartition(".")
-    better = near(key, taken, synonyms)
-    free = better is not None and not c.has(f"{parent}.{better}") and better != "betas"  # beta1 is only half of betas
+    better = near(key, allowed, synonyms)
+    # beta1 is only half of betas, so renaming it is no fix
+    free = better is not None and not c.has(f"{parent}.{better}") and better != "betas"
     return Finding(
         code=code,
         path=path,
-        message=f"{owner} has no parameter {key!r}; allowed: {', '.join(taken)}",
+        message=f"{owner} has no parameter {key!r}; allowed: {', '.join(allowed)}",
         why=why or f"DeepSpeed stops after the ranks have started: \"unexpected keyword argument '{key}'\"",
         fix=f"did you mean {better}?" if better else "remove it",
         edits=(Renaming(path, better),) if free and better and plainly(key, better, synonyms) else (),
@@ -74,17 +76,16 @@ def unknown_parameter(
 
 
 def plainly(word: str, name: str, synonyms: Mapping[str, str] | None = None) -> bool:
-    """Return whether the wrong name `word` clearly means `name`: as a synonym, or by one or two wrong letters."""
+    """Return whether the wrong name `word` clearly means `name`."""
+    # It is a synonym, or one or two letters are wrong.
     bare, meant = (w.lower().replace("_", "").replace("-", "") for w in (word, name))
     known = (synonyms or {}).get(word.lower()) == name
     return bare == meant or known or difflib.SequenceMatcher(None, bare, meant).ratio() >= SLIP
 
 
 def near(word: str, known: Iterable[str], synonyms: Mapping[str, str] | None = None) -> str | None:
-    """Return the most likely intended name; None if there is none.
-
-    It is a name that differs only in case, "_" or "-", else a synonym, else the closest spelling.
-    """
+    """Return the known name that a wrong name most likely means; None if there is none."""
+    # First a name that differs only in case, "_" or "-", then a synonym, then the closest spelling.
     names = list(known)
     plain = {n.lower().replace("_", "").replace("-", ""): n for n in names}
     bare = word.lower().replace("_", "").replace("-", "")

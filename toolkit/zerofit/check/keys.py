@@ -1,4 +1,4 @@
-"""Checks of single keys: unknown, removed and deprecated keys, and values that the schema does not allow.
+"""Checks of single keys: unknown, removed and deprecated keys, and values of wrong types.
 
 In most sections, DeepSpeed ignores an unknown key. If a key is misspelled, DeepSpeed trains with the key's default
 value. A finding therefore guesses the intended key: the closest name in the same section, else a section that has this
@@ -21,8 +21,8 @@ from zerofit.check.reader import HUGGING_FACE
 from zerofit.check.schema import filled_by
 from zerofit.check.subject import ZERO, CheckSubject, TargetHardware
 
-NAMED = 3  # maximum number of sections that a hint names for a misplaced key
-MOST = 100  # maximum number of unknown keys of a section with a finding each
+MAX_SECTIONS = 3  # that a hint names for a misplaced key
+MAX_UNKNOWN = 100  # unknown keys of a section with a finding each
 
 # findings about a value that DeepSpeed does not allow
 WRONG_VALUE = ("wrong-type", "number-as-string", "out-of-range", "not-allowed")
@@ -36,8 +36,10 @@ TYPED = (
     f"{_EXPERTS}has_",
 )
 SUMMED = ("wall_clock_breakdown", "flops_profiler.enabled")  # flags that it combines by |, which needs integers
+# integers for which DeepSpeed refuses true and false
 COUNTED = ("checkpoint.writer.", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
-WHOLE = (*COUNTED[:3], _EXPERTS, "flops_profiler.module_depth")  # integers of which DeepSpeed refuses 2.0
+# integers for which DeepSpeed refuses 2.0
+INTEGERS = (*COUNTED[:3], _EXPERTS, "flops_profiler.module_depth")
 # effect of a number below the least one, of keys whose sign DeepSpeed does not check
 BELOW = {"gradient_clipping": "DeepSpeed does not clip", "steps_per_print": "DeepSpeed uses it without its sign"}
 MOST_INTEGER = 2**63  # for pydantic, which reads the strict sections
@@ -56,10 +58,11 @@ def _walk(config: Mapping[str, object], schema: Schema, prefix: str, c: CheckSub
     catalog = c.catalog
     known = schema.get("properties", {})
     unknown = [key for key in config if key not in known and f"{prefix}{key}" not in catalog.removed]
-    crowd = frozenset(unknown[MOST:])  # probably not a configuration: one finding for all these keys
+    # A file with so many unknown keys is probably not a configuration: one finding covers the rest of them.
+    rest = frozenset(unknown[MAX_UNKNOWN:])
     for key, value in config.items():
         path = f"{prefix}{key}"
-        if key in crowd:
+        if key in rest:
             continue
         if path in catalog.removed:
             yield _removed(path, value)
@@ -70,27 +73,23 @@ def _walk(config: Mapping[str, object], schema: Schema, prefix: str, c: CheckSub
             if path in catalog.deprecated:
                 yield _deprecated(path, value, config, catalog)
             yield from _value(path, value, known[key], c)
-    if crowd and not schema.get("additionalProperties", True):
-        yield _crowd(f"{prefix}{unknown[MOST]}", len(crowd), catalog)
+    if rest and not schema.get("additionalProperties", True):
+        section = prefix.removesuffix(".")
+        yield Finding(
+            code="unknown-key",
+            path=f"{prefix}{unknown[MAX_UNKNOWN]}",
+            message=f"{len(rest):,} more unknown keys after this one {_in(section)}",
+            why=_why_unknown(section, catalog),
+            fix="remove them: a configuration has a few dozen keys",
+        )
 
 
-def _crowd(path: str, number: int, catalog: Catalog) -> Finding:
-    parent = path.rpartition(".")[0]
-    return Finding(
-        code="unknown-key",
-        path=path,
-        message=f"{number:,} more unknown keys after this one {_in(parent)}",
-        why=_of_unknown(parent, catalog),
-        fix="remove them: a configuration has a few dozen keys",
-    )
+def _in(section: str) -> str:
+    return f"in {section}" if section else "at the top level"
 
 
-def _in(parent: str) -> str:
-    return f"in {parent}" if parent else "at the top level"
-
-
-def _of_unknown(parent: str, catalog: Catalog) -> str:
-    if parent in catalog.strict:
+def _why_unknown(section: str, catalog: Catalog) -> str:
+    if section in catalog.strict:
         return 'DeepSpeed stops after the ranks have started: "Extra inputs are not permitted"'
     return "DeepSpeed silently ignores it and uses its default"
 
@@ -116,14 +115,15 @@ def _removed(path: str, value: object) -> Finding:
 
 
 def _unknown(
-    path: str, key: str, known: Mapping[str, Any], siblings: Mapping[str, Any], c: CheckSubject
+    path: str, key: str, known: Mapping[str, Schema], siblings: Mapping[str, object], c: CheckSubject
 ) -> Iterator[Finding]:
     parent = path[: -len(key) - 1]
-    elsewhere = _places(path, key, siblings[key], c)
+    elsewhere = _sections_with(key, path, siblings[key], c)
     if path in keys_of_programs():
-        yield _own(path, elsewhere)
+        yield _read_by_programs(path, elsewhere)
         return
     better = None
+    # A key with "_" in front is meant to be off, and the name of another section's key is no typo.
     if not (key.startswith("_") or key in c.catalog.places):
         better = near(key, [k for k in known if f"{parent}.{k}".lstrip(".") not in c.catalog.deprecated], names("keys"))
     if better and not _may_be_meant(siblings[key], known[better]):
@@ -143,16 +143,17 @@ def _unknown(
         severity="warning" if key.startswith(("_", "$")) and parent not in c.catalog.strict else "error",
         path=path,
         message=f"unknown key {key!r} {_in(parent)}",
-        why=_of_unknown(parent, c.catalog),
+        why=_why_unknown(parent, c.catalog),
         fix=fix,
         edits=edits,
     )
+    # Report faults in a misnamed section already before its name is fixed.
     meant = known[better] if better else c.catalog.node(elsewhere[0]) if elsewhere else None
-    if edits and meant:  # report faults in the section already before its name is fixed
+    if edits and meant:
         yield from _value(path, siblings[key], meant, c)
 
 
-def _own(path: str, elsewhere: Sequence[str]) -> Finding:
+def _read_by_programs(path: str, elsewhere: Sequence[str]) -> Finding:
     read = f"; DeepSpeed reads it at {elsewhere[0]} only" if len(elsewhere) == 1 else ""
     return Finding(
         code="own-key",
@@ -164,22 +165,19 @@ def _own(path: str, elsewhere: Sequence[str]) -> Finding:
     )
 
 
-def _places(path: str, key: str, value: object, c: CheckSubject) -> list[str]:
-    """Return paths where a key may belong. If many sections have it (`enabled`), use only the section of `path`."""
-    places = c.catalog.places.get(key, [])
-    generic = len(places) > NAMED or (len(places) > 1 and "_" not in key)
+def _sections_with(key: str, path: str, value: object, c: CheckSubject) -> list[str]:
+    """Return the paths at which DeepSpeed has the key that the file has at `path`."""
+    paths = c.catalog.places.get(key, [])
+    # Many sections have keys like `enabled`: such a key belongs to its own top-level section, if anywhere.
+    generic = len(paths) > MAX_SECTIONS or (len(paths) > 1 and "_" not in key)
     section = path.partition(".")[0]
-    fitting = [place for place in places if _may_be_meant(value, c.catalog.node(place) or {})]
-    found = [place for place in fitting if not generic or place.startswith(f"{section}.")]
-    return found if len(found) <= NAMED else []
+    fitting = [place for place in paths if _may_be_meant(value, c.catalog.node(place) or {})]
+    likely = [place for place in fitting if not generic or place.startswith(f"{section}.")]
+    return likely if len(likely) <= MAX_SECTIONS else []
 
 
 def _is_certain(path: str, place: str, value: object, c: CheckSubject) -> bool:
-    """Return whether an unknown key clearly belongs at `place`, in its own or another section of the file.
-
-    If the file lacks the section, this is not certain. It is not certain for a single word at the top level either,
-    since another program may read that key.
-    """
+    """Return whether an unknown key clearly belongs at `place`."""
     parent, target = path.rpartition(".")[0], place.rpartition(".")[0]
     sections = accumulate(target.split("."), "{}.{}".format)
     if any(c.has(section) and not isinstance(c.get(section), Mapping) for section in sections):
@@ -188,11 +186,12 @@ def _is_certain(path: str, place: str, value: object, c: CheckSubject) -> bool:
         known = (c.catalog.node(place) or {}).get("properties", {})
         return not target or (bool(value) and value.keys() <= known.keys())
     related = not target or f"{target}.".startswith(f"{parent}." if parent else "")
+    # The file must have the target section. Another program may read a single word at the top level.
     return related and (not target or bool(c.section(target))) and (bool(parent) or "_" in path)
 
 
 def _may_be_meant(value: object, schema: Schema) -> bool:
-    """Return whether a key may have this value: an object for a section, else a value that the schema allows."""
+    """Return whether a key with this schema may have this value."""
     if "properties" in schema:
         return isinstance(value, Mapping)
     return not isinstance(value, Mapping) and (value == "auto" or isinstance(value, str) or _fits(value, schema))
@@ -204,7 +203,8 @@ def _deprecated(path: str, value: object, siblings: Mapping[str, object], catalo
     alias = catalog.deprecated.get(f"{parent}.{new}", new)
     code = "deprecated-key"
     edits: tuple[Edit, ...] = (Removal(path),) if value is not True else ()
-    if not new.isidentifier():  # "a or b" cannot be renamed, so the value is dropped
+    # "a or b" are two new keys, so the old key cannot be renamed
+    if not new.isidentifier():
         message, why = f"{key} is the old form of {new}", "DeepSpeed warns and drops the value"
         fix = "remove it, and set pin_memory in these sections"
     elif new in siblings or alias in siblings:
@@ -234,8 +234,8 @@ def _value(path: str, value: object, schema: Schema, c: CheckSubject) -> Iterato
     if isinstance(value, Mapping) and "properties" in schema:
         yield from _walk(value, schema, f"{path}.", c)
         return
-    own_auto = schema.get("default") == "auto" or "auto" in schema.get("enum", ())  # DeepSpeed supports "auto"
-    if value == "auto" and not own_auto:
+    deepspeeds_auto = schema.get("default") == "auto" or "auto" in schema.get("enum", ())
+    if value == "auto" and not deepspeeds_auto:
         if path not in filled_by(c.setting.reader):
             yield _auto(path, schema, c.catalog, c.setting)
         return
@@ -245,11 +245,8 @@ def _value(path: str, value: object, schema: Schema, c: CheckSubject) -> Iterato
 
 
 def _auto(path: str, schema: Schema, catalog: Catalog, setting: TargetHardware) -> Finding:
-    """Return the finding about an unfilled "auto".
-
-    It is a warning if DeepSpeed uses its default instead, else an error.
-    """
-    # DeepSpeed drops "auto" in strict sections, but compares this number before
+    """Return the finding about an "auto" that no program fills in."""
+    # DeepSpeed drops "auto" in strict sections and uses its default. But it compares autotp_size before.
     dropped = path.rpartition(".")[0] in catalog.strict and path != "tensor_parallel.autotp_size"
     severity, why = "error", 'DeepSpeed fails on "auto"'
     if schema.get("type") == "boolean" and not path.startswith((*TYPED, *SUMMED)):
@@ -272,10 +269,8 @@ def _auto(path: str, schema: Schema, catalog: Catalog, setting: TargetHardware) 
 
 
 def _plainly_fits(value: object, schema: Schema) -> bool:
-    """Return whether a scalar has the type that a simple schema requires.
-
-    With this test, a file without faults needs no import of jsonschema, which takes a tenth of the command's time.
-    """
+    """Return whether a scalar has the type that a simple schema requires."""
+    # With this test, a file without faults needs no import of jsonschema, which takes a tenth of the command's time.
     if schema.keys() - {"type", "enum", "minimum", "exclusiveMinimum", "default", "description", "deprecated"}:
         return False
     types = schema.get("type", [])
@@ -283,13 +278,16 @@ def _plainly_fits(value: object, schema: Schema) -> bool:
         return False
     if value not in schema.get("enum", (value,)):
         return False
-    if isinstance(value, str | bool):
+    if not isinstance(value, int | float) or isinstance(value, bool):
         return True
     return value >= schema.get("minimum", value) and value > schema.get("exclusiveMinimum", -math.inf)
 
 
 def _faults(path: str, value: Any, schema: Schema, strict: bool) -> Iterator[Finding]:
-    if isinstance(value, float) and _is_integer(schema) and (path.startswith(WHOLE) or abs(value) >= MOST_INTEGER):
+    types = schema.get("type", ())
+    integer = "integer" in types and "number" not in types
+    # For a JSON Schema, 2.0 and 1e300 are integers. DeepSpeed refuses 2.0 at some keys, and 1e300 at all.
+    if isinstance(value, float) and integer and (path.startswith(INTEGERS) or abs(value) >= MOST_INTEGER):
         yield _fraction(path, value, schema)
         return
     if _plainly_fits(value, schema):
@@ -321,7 +319,7 @@ def _faults(path: str, value: Any, schema: Schema, strict: bool) -> Iterator[Fin
         code = "out-of-range"
     elif error.validator == "enum" and isinstance(value, str):
         code = "not-allowed"
-        better = near(value, [v for v in schema["enum"] if isinstance(v, str)])
+        better = near(value, [v for v in schema.get("enum", ()) if isinstance(v, str)])
         edits = (Assignment(path, better),) if better and plainly(value, better) else ()
     yield Finding(
         code=code,
@@ -333,12 +331,8 @@ def _faults(path: str, value: Any, schema: Schema, strict: bool) -> Iterator[Fin
     )
 
 
-def _is_integer(schema: Schema) -> bool:
-    types = schema.get("type", ())
-    return "integer" in types and "number" not in types
-
-
 def _fraction(path: str, value: float, schema: Schema) -> Finding:
+    """Return the finding about a float at a key that needs an integer."""
     clear = value.is_integer() and abs(value) < MOST_INTEGER
     return Finding(
         code="out-of-range" if abs(value) >= MOST_INTEGER else "wrong-type",
@@ -395,4 +389,4 @@ def _allowed(schema: Schema) -> str:
         "maximum": "up to {}",
         "exclusiveMaximum": "below {}",
     }
-    return " ".join([words, *(text.format(schema[key]) for key, text in bounds.items() if key in schema)])
+    return " ".join([words, *(text.format(schema.get(key)) for key, text in bounds.items() if key in schema)])

@@ -1,4 +1,4 @@
-"""Files of GPT-NeoX: its own arguments, and the keys that it passes to DeepSpeed.
+"""GPT-NeoX's files: its own arguments, and the keys that it passes to DeepSpeed.
 
 The names are from megatron/neox_arguments at commit ea7aefd8; - and _ in names are equivalent. GPT-NeoX builds
 optimizers and schedulers itself, except compressed optimizers. It also passes on `fp32_allreduce`, which DeepSpeed
@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.resources import files
-from typing import Any
 
 from zerofit.check.aliases import Aliases
 from zerofit.check.finding import Finding, near, plainly
@@ -33,34 +32,34 @@ def _names() -> Mapping[str, list[str]]:
 
 
 def is_for_neox(config: object, *, yaml: bool) -> bool:
-    """Return whether a file is for GPT-NeoX.
-
-    Such a file has typical arguments or, in YAML, almost only keys that are arguments.
-    """
+    """Return whether a file is for GPT-NeoX."""
     keys = {str(key).replace("-", "_") for key in config} if isinstance(config, Mapping) else set()
-    if any(sum(key in keys for key in some) >= 2 for some in (SIZES, OWN)):
+    # typical arguments or, in YAML, almost only keys that are arguments
+    if any(sum(key in keys for key in typical) >= 2 for typical in (SIZES, OWN)):
         return True
     own = keys.intersection(_names()["own"])
     return yaml and bool(own) and len(own) + len(keys.intersection(_names()["handed_on"])) >= MOSTLY * len(keys)
 
 
-def handed_on(config: Mapping[str, Any]) -> Aliases:
-    """Return the keys that GPT-NeoX passes from its file to DeepSpeed, and their names in the file."""
+def handed_on(config: Mapping[str, object]) -> Aliases:
+    """Return the keys that GPT-NeoX passes to DeepSpeed, and their names in GPT-NeoX's file."""
     names = {key.replace("-", "_"): key for key in config}
-    made = {name: config[key] for name, key in names.items() if name in _names()["handed_on"]}
-    kind = made["optimizer"].get("type") if isinstance(made.get("optimizer"), Mapping) else None
+    passed = {name: config[key] for name, key in names.items() if name in _names()["handed_on"]}
+    optimizer = passed.get("optimizer")
+    kind = optimizer.get("type") if isinstance(optimizer, Mapping) else None
     if str(kind).lower() not in COMPRESSED:
-        made = {name: value for name, value in made.items() if name not in OWN_MADE}
+        passed = {name: value for name, value in passed.items() if name not in OWN_MADE}
+    # `precision` switches the section of its type on
     precision = PRECISIONS.get(str(config.get("precision")))
     if precision is not None:
-        given = made.get(precision)
-        made[precision] = {**(given if isinstance(given, Mapping) else {}), "enabled": True}
+        section = passed.get(precision)
+        passed[precision] = {**(section if isinstance(section, Mapping) else {}), "enabled": True}
     extra = config.get(names.get("deepspeed_extra_args", ""))
-    written = {name: key for name, key in names.items() if name in made and name != key}
+    written = {name: key for name, key in names.items() if name in passed and name != key}
     if isinstance(extra, Mapping):
-        made |= extra
+        passed |= extra
         written |= {name: f"{names['deepspeed_extra_args']}.{name}" for name in extra}
-    return Aliases(config=made, written=written)
+    return Aliases(config=passed, written=written)
 
 
 def unknown_arguments(config: Mapping[str, object]) -> Iterator[Finding]:

@@ -24,9 +24,9 @@ class Program:
     hint: str = ""  # what zerofit does with such a file
 
     def seen(self, config: Mapping[str, object]) -> tuple[str, ...]:
-        """Return the keys in the file that identify the program; () if the file belongs to another program."""
-        found = tuple(key for key in self.keys if key in config)
-        return (*self.needs, *found) if len(found) >= self.least and all(k in config for k in self.needs) else ()
+        """Return the keys in the file that identify the program; () for another program's file."""
+        present = tuple(key for key in self.keys if key in config)
+        return (*self.needs, *present) if len(present) >= self.least and all(k in config for k in self.needs) else ()
 
 
 @cache
@@ -35,14 +35,17 @@ def _programs() -> tuple[Program, ...]:
 
 
 def program_of(config: object) -> tuple[Program, tuple[str, ...]] | None:
-    """Return the program that a configuration belongs to, and the keys that identify it. None for a DeepSpeed JSON."""
+    """Return the program of a configuration, and the keys that identify it.
+
+    Returns None for a DeepSpeed JSON.
+    """
     if not isinstance(config, Mapping) or any(key in config for key in MARKS):
         return None
     return next(((program, keys) for program in _programs() if (keys := program.seen(config))), None)
 
 
 def where_to_look(program: Program, config: Mapping[str, object], file: str) -> str:
-    """Return a hint for another program's file: check the DeepSpeed JSON to which it refers, not the file itself."""
+    """Return a hint for another program's file: how to check the DeepSpeed JSON that it names."""
     if program.kind == "accelerate":
         kind = config.get("distributed_type")
         if kind in (None, "DEEPSPEED"):

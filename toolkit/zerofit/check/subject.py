@@ -1,4 +1,4 @@
-"""The configuration that rules check, with getters for its values, and the hardware and program it is for."""
+"""The configuration that rules check, with the hardware and the program that it is for."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ class GivenArgument:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedValue(GivenArgument):
-    """The value that an argument sets for a key of the JSON. A tuple lists equivalent words in lower case."""
+    """The value that an argument sets for a key of the JSON."""
 
+    # `value` may be a tuple: equivalent words in lower case, of which the JSON may have any.
     path: str
     compared: bool = True  # compare it with the JSON's value; else it only replaces "auto"
     severity: Literal["error", "warning"] = "error"
@@ -42,7 +43,7 @@ class RequestedValue(GivenArgument):
 
 @dataclass(frozen=True, kw_only=True)
 class TargetHardware:
-    """The hardware and the program that the JSON is for. A field is None if its value is unknown."""
+    """The hardware and the program that the JSON is for; None: unknown."""
 
     ranks: int | None = None
     pipeline: int | None = None  # number of stages; a DeepSpeed JSON does not contain it
@@ -59,14 +60,17 @@ class TargetHardware:
 
 
 class UnclearValue(Exception):
-    """Raised if a condition cannot be decided, because it needs a value that DeepSpeed does not allow."""
+    """Raised if a condition needs a value that DeepSpeed does not allow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckSubject:
-    """A configuration and what it is for. Getters raise UnclearValue for wrong values without a clear meaning."""
+    """A configuration, and the hardware and the program that it is for.
 
-    config: Mapping[str, Any]
+    Getters raise UnclearValue for wrong values without a clear meaning.
+    """
+
+    config: Mapping[str, object]
     catalog: Catalog
     setting: TargetHardware = field(default_factory=TargetHardware)
     unclear: frozenset[str] = frozenset()  # dotted paths of wrong values, which the key check reports
@@ -91,7 +95,7 @@ class CheckSubject:
     def on(self, path: str) -> bool:
         """Return whether the value is true. A missing key has DeepSpeed's default."""
         value = self.get(path)
-        return value is True or (value is None and self.catalog.default(path) is True)
+        return value is True or (value is None and self.default(path) is True)
 
     def off(self, path: str) -> bool:
         """Return whether the key exists and is false."""
@@ -117,7 +121,7 @@ class CheckSubject:
         first, second = self.number(lower), self.number(upper)
         return first is not None and second is not None and first < second
 
-    def section(self, path: str) -> Mapping[str, Any]:
+    def section(self, path: str) -> Mapping[str, object]:
         """Return the value if it is an object, else an empty object."""
         value = self.get(path)
         return value if isinstance(value, Mapping) else {}
@@ -125,9 +129,9 @@ class CheckSubject:
     def changed(self, path: str) -> bool:
         """Return whether the key has a value other than DeepSpeed's default and "auto"."""
         value = self.get(path)
-        return self.has(path) and value not in ("auto", None) and value != self.catalog.default(path)
+        return self.has(path) and value not in ("auto", None) and value != self.default(path)
 
-    def default(self, path: str) -> Any:
+    def default(self, path: str) -> object:
         """Return DeepSpeed's default, or None."""
         return self.catalog.default(path)
 
@@ -135,7 +139,7 @@ class CheckSubject:
         """Return whether a flag, an argument or an argument file sets the key."""
         return any(value.path == path for value in self.setting.requested)
 
-    def argument(self, name: str) -> Any:
+    def argument(self, name: str) -> object:
         """Return an argument of the training program; None if no file contains it."""
         given = self.setting.arguments.get(name)
         return given.value if given else None
@@ -144,6 +148,7 @@ class CheckSubject:
         """Return an argument that a file contains, with its place."""
         return self.setting.arguments[name].by
 
+    # short names for the rules' conditions, see rules/README.md
     reader = property(lambda self: self.setting.reader)
     facts = property(lambda self: self.setting.facts)
     precisions = property(lambda self: self.setting.precisions)

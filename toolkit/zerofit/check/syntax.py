@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from itertools import islice
 
 from zerofit.check.document import Document
@@ -12,13 +11,13 @@ from zerofit.check.finding import Finding
 from zerofit.check.reader import SPOKEN, STRICT_READERS
 from zerofit.check.scan import ObjectMember
 
-MOST = 100  # maximum number of reported duplicate keys
+MAX_DUPLICATES = 100  # duplicate keys with a finding each
 
 
 def text_findings(document: Document, reader: str) -> Iterator[Finding]:
-    """Yield findings about the text: it is not strict JSON, has duplicate keys, or is not an object."""
+    """Yield findings about the text: no strict JSON, duplicate keys, no object."""
     yield from _strict_json(document, reader)
-    for path, first, last in islice(document.duplicates(), MOST):
+    for path, first, last in islice(document.duplicates(), MAX_DUPLICATES):
         yield _duplicate(document, path, first, last)
     if not isinstance(document.config, Mapping):
         yield Finding(
@@ -40,25 +39,41 @@ def _strict_json(document: Document, reader: str) -> Iterator[Finding]:
         yield Finding(
             code="yaml", path="", message="the file is YAML", why=why, fix="convert it to JSON", line=1, column=1
         )
-    if document.loose:
+    if document.hjson:
         accepts = "DeepSpeed's own reader accepts it: a word without quotes is a string up to the end of the line"
         yield Finding(
             code="hjson",
             severity="error" if stops else "warning",
             path="",
-            message=f"HJSON, not JSON, from here on: {document.loose.message}",
+            message=f"HJSON, not JSON, from here on: {document.hjson.message}",
             why=strict if stops else accepts,
             fix="convert it to JSON",
-            line=document.loose.line,
-            column=document.loose.column,
+            line=document.hjson.line,
+            column=document.hjson.column,
         )
-    yield from _trailing_commas(document, strict if stops else "")
+    for comma in document.commas:
+        accepts = "DeepSpeed accepts it; Hugging Face's Trainer, Accelerate and Lightning need strict JSON"
+        yield Finding(
+            code="trailing-comma",
+            severity="error" if stops else "warning",
+            path="",
+            message="trailing comma after the last member",
+            why=strict if stops else accepts,
+            fix="remove it",
+            edits=(Deletion(comma.start, comma.end),),
+            line=comma.line,
+            column=comma.column,
+        )
     if stops and document.comment:
-        place = document.comment
-        fault = Finding(
-            code="json-comment", path="", message="comment in a JSON", why=strict, fix="remove all comments"
+        yield Finding(
+            code="json-comment",
+            path="",
+            message="comment in a JSON",
+            why=strict,
+            fix="remove all comments",
+            line=document.comment.line,
+            column=document.comment.column,
         )
-        yield replace(fault, line=place.line, column=place.column)
 
 
 def _encoding(document: Document, reader: str, stops: bool) -> Finding:
@@ -79,25 +94,10 @@ def _encoding(document: Document, reader: str, stops: bool) -> Finding:
     )
 
 
-def _trailing_commas(document: Document, stops: str) -> Iterator[Finding]:
-    """Yield findings about trailing commas. `stops`: why the reader stops there; "" if it accepts them."""
-    accepts = "DeepSpeed accepts it; Hugging Face's Trainer, Accelerate and Lightning need strict JSON"
-    for place in document.commas:
-        yield Finding(
-            code="trailing-comma",
-            severity="error" if stops else "warning",
-            path="",
-            message="trailing comma after the last member",
-            why=stops or accepts,
-            fix="remove it",
-            edits=(Deletion(place.start, place.end),),
-            line=place.line,
-            column=place.column,
-        )
-
-
 def _duplicate(document: Document, path: str, first: ObjectMember, last: ObjectMember) -> Finding:
+    """Return the finding about an earlier member with the key of the last one."""
     start = first.place.start
+    # A later member follows, so there is a comma, and the blanks after it belong to the removed member.
     end = after_comma(document.text, first.value.place.end)
     while document.text[end : end + 1].isspace():
         end += 1

@@ -1,1 +1,1 @@
-"""Rules about values and their combinations: YAML entries (README.md), and functions for rules that need a loop."""
+"""Rules about values and their combinations: YAML entries (README.md), and functions with loops."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 from zerofit.check.catalog import names
 from zerofit.check.edit import Assignment
@@ -33,6 +32,7 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
         )
         return
     if variants is None:
+        # The successor of a removed optimizer is a hint, but no automatic fix: it does not train the same.
         same = names("optimizers")
         better = near(name, ["AdamW", *known], {**same, **names("removed_optimizers")})
         yield Finding(
@@ -45,16 +45,17 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
             edits=(Assignment("optimizer.type", better),) if better and plainly(name, better, same) else (),
         )
         return
-    taken = variants.get(_variant(c, variants))
+    allowed = variants.get(_variant(c, variants))
     params = c.section(PARAMS)
     for key in params:
-        if taken is not None and key not in taken and key != "max_grad_norm":
+        # gradients.yaml has a rule about max_grad_norm.
+        if allowed is not None and key not in allowed and key != "max_grad_norm":
             yield unknown_parameter(
                 c,
                 f"{PARAMS}.{key}",
                 code="optimizer-param",
                 owner=name,
-                taken=taken,
+                allowed=allowed,
                 synonyms=names("optimizer_parameters"),
                 why="DeepSpeed silently drops it" if entry and entry.drops_params else "",
             )
@@ -62,8 +63,10 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
     for key in (name for name in ("lr", "weight_decay", "momentum", "eps") if name not in pairs):
         yield from _number(c, key, params.get(key))
     betas = params.get("betas")
-    numbers = isinstance(betas, list) and len(betas) == 2 and all(isinstance(b, int | float) for b in betas)
-    if betas not in (None, "auto") and not (numbers and all(0 <= b < 1 for b in betas)):
+    valid = (
+        isinstance(betas, list) and len(betas) == 2 and all(isinstance(b, int | float) and 0 <= b < 1 for b in betas)
+    )
+    if betas not in (None, "auto") and not valid:
         yield Finding(
             code="optimizer-value",
             path=f"{PARAMS}.betas",
@@ -73,8 +76,9 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
         )
 
 
-def _variant(c: CheckSubject, variants: Any) -> str:
-    """Return the variant of the optimizer that gets the parameters (runtime/engine.py:2370-2411)."""
+def _variant(c: CheckSubject, variants: Mapping[str, list[str]]) -> str:
+    """Return the variant of the optimizer that gets the parameters."""
+    # DeepSpeed chooses in this order (runtime/engine.py:2370-2411).
     if c.on(f"{PARAMS}.torch_adam") and "torch" in variants:
         return "torch"
     if c.offload("optimizer") and "cpu" in variants:
@@ -83,6 +87,7 @@ def _variant(c: CheckSubject, variants: Any) -> str:
 
 
 def _number(c: CheckSubject, key: str, value: object) -> Iterator[Finding]:
+    """Check that a parameter is a number, and not negative."""
     if value is None or value == "auto":
         return
     path = f"{PARAMS}.{key}"

@@ -34,16 +34,16 @@ def scheduler(c: CheckSubject) -> Iterator[Finding]:
         return
     if not known[name]["own"] and optimizer_is_wrapped(c):
         return  # see the rule scheduler-torch
-    taken = [*known[name]["required"], *known[name]["optional"]]
-    for key in c.section(PARAMS):
-        if key not in taken:
-            path = f"{PARAMS}.{key}"
-            yield unknown_parameter(
-                c, path, code="scheduler-param", owner=name, taken=taken, synonyms=names("scheduler_parameters")
-            )
-    renamed = {near(k, taken, names("scheduler_parameters")) for k in c.section(PARAMS) if k not in taken}
+    allowed = [*known[name]["required"], *known[name]["optional"]]
+    synonyms = names("scheduler_parameters")
+    unknown = [key for key in c.section(PARAMS) if key not in allowed]
+    for key in unknown:
+        path = f"{PARAMS}.{key}"
+        yield unknown_parameter(c, path, code="scheduler-param", owner=name, allowed=allowed, synonyms=synonyms)
+    # A misspelled parameter is not missing too.
+    misspelled = {near(key, allowed, synonyms) for key in unknown}
     for key in known[name]["required"]:
-        if c.has(PARAMS) and not c.has(f"{PARAMS}.{key}") and key not in renamed:
+        if c.has(PARAMS) and not c.has(f"{PARAMS}.{key}") and key not in misspelled:
             yield Finding(
                 code="scheduler-param-missing",
                 path=PARAMS,
@@ -55,7 +55,7 @@ def scheduler(c: CheckSubject) -> Iterator[Finding]:
 
 
 def scheduler_values(c: CheckSubject) -> Iterator[Finding]:
-    """Check that numeric parameters of DeepSpeed's schedulers are not strings and not too low."""
+    """Check the numeric parameters of DeepSpeed's schedulers: no strings, and not too low."""
     if not scheduler_is_deepspeeds(c):
         return
     for key, value in c.section(PARAMS).items():

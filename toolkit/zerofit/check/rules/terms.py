@@ -1,5 +1,6 @@
-"""Terms of the rules' conditions: values that DeepSpeed computes from several keys, and functions of single values.
+"""Terms and functions that the rules' conditions use.
 
+A term is a value that DeepSpeed computes from several keys, and a function converts or tests one value.
 A rule names a term without parentheses (`uses_bf16_optimizer`) and calls a function (`is_folder(value)`).
 """
 
@@ -54,7 +55,7 @@ def scales_loss_dynamically(c: CheckSubject) -> bool:
 
 
 def masters_in_16_bits(c: CheckSubject) -> bool:
-    """Return whether the config has 16-bit master weights of a kind that needs DeepSpeed's CPU Adam."""
+    """Return whether the master weights have 16 bits and need DeepSpeed's CPU Adam."""
     bf16 = c.on("bf16.bf16_master_weights_and_grads") and not c.on("bf16.bf16_optimizer_states")
     return bf16 or c.on("fp16.fp16_master_weights_and_grads")
 
@@ -65,7 +66,8 @@ def uses_bf16_optimizer(c: CheckSubject) -> bool:
 
 
 def steps_in_one_copy(c: CheckSubject) -> bool:
-    """Return whether the optimizer keeps one flat float32 copy per parameter group in 16-bit training without ZeRO."""
+    """Return whether the optimizer steps in one flat float32 copy per parameter group."""
+    # This matters in 16-bit training without ZeRO.
     entry = of_json(c.optimizer)
     return entry is not None and entry.step.fused
 
@@ -104,7 +106,7 @@ def stage_is_set(c: CheckSubject) -> bool:
 
 
 def zero_section_of_2020(c: CheckSubject) -> dict[str, int]:
-    """Return the section that `"zero_optimization": true` meant in 2020, with the bucket size of the file."""
+    """Return the section that `"zero_optimization": true` meant in 2020."""
     size = c.number("allgather_size")
     return {"stage": 1} | ({"allgather_bucket_size": int(size)} if size else {})
 
@@ -115,7 +117,8 @@ def scheduler_is_deepspeeds(c: CheckSubject) -> bool:
 
 
 def optimizer_is_wrapped(c: CheckSubject) -> bool:
-    """Return whether the scheduler gets DeepSpeed's own optimizer object, which is no torch Optimizer."""
+    """Return whether the scheduler gets DeepSpeed's own optimizer object."""
+    # That object is no torch Optimizer, which torch's schedulers need.
     return c.stage > 0 or c.fp16 or c.bf16
 
 
@@ -142,13 +145,13 @@ def compile_passes(c: CheckSubject) -> list[str]:
 
 
 def uses_lora(c: CheckSubject) -> bool:
-    """Return whether the arguments of TRL, axolotl or LLaMA-Factory ask for adapters, so weights stay frozen."""
+    """Return whether the arguments of TRL, axolotl or LLaMA-Factory ask for adapters."""
     adapters = (c.argument("adapter"), c.argument("finetuning_type"))
     return c.argument("use_peft") is True or any(name in ("lora", "qlora") for name in adapters)
 
 
 def hybrid_engine_fault(c: CheckSubject) -> str | None:
-    """Return how the model fails in DeepSpeed's hybrid engine; None if it does not, or if it is unknown."""
+    """Return how the model fails in DeepSpeed's hybrid engine; None if it works or is unknown."""
     return HYBRID_ENGINE_FAULTS.get(c.facts.model_type or "") if c.facts else None
 
 
@@ -158,43 +161,41 @@ def hybrid_engine_models(_: CheckSubject) -> str:
 
 
 def reference_argument(c: CheckSubject) -> str | None:
-    """Return the argument that makes a trainer load a reference model; None if there is none.
-
-    It is `rl` of axolotl (src/axolotl/train.py, setup_reference_model) or `stage` of LLaMA-Factory
-    (hparams/finetuning_args.py, use_ref_model). With adapters, both compute the reference with the trained model
-    and its adapters switched off.
-    """
+    """Return the argument that makes a trainer load a reference model; None if there is none."""
+    # With adapters, a trainer computes the reference with the trained model and its adapters switched off.
     if uses_lora(c) or c.argument("precompute_ref_log_probs") is True:
         return None
+    # axolotl (src/axolotl/train.py, setup_reference_model)
     if c.argument("rl") in ("dpo", "ipo", "kto"):
         return "rl"
-    kept = c.argument("pref_loss") not in ("orpo", "simpo")
-    return "stage" if c.argument("stage") == "kto" or (c.argument("stage") == "dpo" and kept) else None
+    # LLaMA-Factory (hparams/finetuning_args.py, use_ref_model)
+    has_reference = c.argument("pref_loss") not in ("orpo", "simpo")
+    return "stage" if c.argument("stage") == "kto" or (c.argument("stage") == "dpo" and has_reference) else None
 
 
 def pads_to_maximum(c: CheckSubject) -> str | None:
-    """Return the argument that pads each row to the maximum length.
-
-    None if no argument does, or if fixed shapes are required.
-    """
+    """Return the argument that needlessly pads each row to the maximum length, or None."""
+    # Packing and compiling need fixed shapes.
     if c.argument("sample_packing") is True or c.argument("torch_compile") is True or c.deepcompile:
         return None
     return next((n for n in ("pad_to_max_length", "pad_to_sequence_len") if c.argument(n) is True), None)
 
 
 def lost_below(c: CheckSubject) -> float:
-    """Return the largest weight for which 16-bit master weights keep Adam's updates; 0 if masters are not 16-bit.
+    """Return the largest weight to which bf16 master weights can add Adam's update.
 
-    Adam's update is about as large as the learning rate. bf16 has 8 significant bits, so a weight w is rounded to
-    multiples of at least w/256, and an update below half of such a multiple is lost.
+    Returns 0 if the master weights have 32 bits.
     """
+    # Adam's update is about as large as the learning rate. bf16 has 8 significant bits, so a weight w is rounded to
+    # multiples of at least w/256, and an update below half of such a multiple is lost.
     lr = c.number("optimizer.params.lr")
     in_16_bits = c.on("bf16.bf16_master_weights_and_grads") and c.on("bf16.bf16_optimizer_states")
     return 512 * lr if c.bf16 and in_16_bits and lr and c.optimizer in ("adam", "adamw") else 0.0
 
 
 def gathered_experts(c: CheckSubject) -> str:
-    """Return the classes whose experts ZeRO-3 gathers one by one; "" if there are none or the model is unknown."""
+    """Return the classes whose experts ZeRO-3 gathers one by one; "" if none are known."""
+    # ZeRO-3 gathers a leaf module's experts together.
     leaf = f"{ZERO}.leaf_module"
     classes = c.get(f"{leaf}.classes") or ()
     leaves = {classes} if isinstance(classes, str) else set(classes)
@@ -204,15 +205,16 @@ def gathered_experts(c: CheckSubject) -> str:
 
 
 def offloaded_bytes(c: CheckSubject) -> int:
-    """Return the least host memory for offloaded states and weights, in bytes over all nodes; 0 if unknown.
+    """Return the least host memory for offloaded states and weights, in bytes over all nodes.
 
-    The offloaded optimizer has float32 master weights and its states. At stage 3, offloaded weights come on top.
+    Returns 0 if it is unknown.
     """
     if c.facts is None or masters_in_16_bits(c) or not precision_is_known(c):
         return 0
     entry, share = of_json(c.optimizer), c.number(f"{ZERO}.offload_optimizer.ratio")
     states = weights = 0
     if entry is not None and c.stage > 0 and c.offload("optimizer") == "cpu":
+        # float32 master weights, and for example Adam's two moments
         states = c.facts.trained_parameters * (MASTER_BYTES + entry.states.least_bytes)
     if c.stage == 3 and c.offload("param") == "cpu":
         weights = c.facts.weight_bytes(precision(c))
@@ -236,9 +238,9 @@ def is_folder(path: str) -> bool:
 
 def device_of(path: str) -> str | None:
     """Return the device of the file system that contains `path`; None if it is not known."""
-    real = Path(path).resolve()
+    folder = Path(path).resolve()
     mounts = {Path(p.mountpoint): p.device for p in psutil.disk_partitions(all=True)}
-    return next((mounts[parent] for parent in (real, *real.parents) if parent in mounts), None)
+    return next((mounts[parent] for parent in (folder, *folder.parents) if parent in mounts), None)
 
 
 def is_nvme(path: str) -> bool:
@@ -247,9 +249,10 @@ def is_nvme(path: str) -> bool:
     if device is None:
         return False
     name = Path(device).name
-    disks = Path("/sys/class/block") / name / "slaves"  # of a RAID or a logical volume
-    below = [p.name for p in disks.iterdir()] if disks.is_dir() else []
-    return any(n.startswith("nvme") for n in (name, *below))
+    # A RAID or a logical volume lists its disks here.
+    folder = Path("/sys/class/block") / name / "slaves"
+    disks = [disk.name for disk in folder.iterdir()] if folder.is_dir() else []
+    return any(disk.startswith("nvme") for disk in (name, *disks))
 
 
 TERMS: dict[str, Callable[[CheckSubject], object]] = {
