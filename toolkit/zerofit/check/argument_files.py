@@ -1,4 +1,4 @@
-"""Files used with a DeepSpeed JSON: training arguments or Accelerate's configuration, with line numbers."""
+"""Files that are used with a DeepSpeed JSON: training arguments, or Accelerate's configuration."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TRAINING_FLAGS = (
 class GivenValue:
     """A value and its line. The value is None if it is known only when the program runs."""
 
-    value: Any
+    value: object
     line: int
 
 
@@ -62,27 +62,34 @@ class ArgumentFile:
         return name if isinstance(name, str) else None
 
     def section(self, name: str) -> tuple[dict[str, Any], Mapping[str, int]]:
-        """Return the known values in a section, and the line of each by dotted name; both empty without the section."""
-        found = {k.removeprefix(f"{name}."): given for k, given in self.values.items() if k.startswith(f"{name}.")}
+        """Return the known values in a section, and the line of each by dotted name."""
+        prefix = f"{name}."
+        values = {k.removeprefix(prefix): given for k, given in self.values.items() if k.startswith(prefix)}
         config: dict[str, object] = {}
-        for path, given in found.items():
+        for path, given in values.items():
             put(config, path, given.value)
-        return config, {path: given.line for path, given in found.items()}
+        return config, {path: given.line for path, given in values.items()}
 
     @property
     def ranks(self) -> int | None:
         """The number of ranks that the command starts; None if the command does not set it."""
-        each, nodes = (_first(self, names) for names in (("num_gpus", "nproc_per_node"), ("num_nodes", "nnodes")))
-        return each * (nodes or 1) if each else _first(self, ("num_processes",))
+        # DeepSpeed's launcher, then torchrun; Accelerate counts the ranks of all nodes together
+        per_node = self._first_count("num_gpus", "nproc_per_node")
+        if per_node:
+            return per_node * (self._first_count("num_nodes", "nnodes") or 1)
+        return self._first_count("num_processes")
 
-
-def _first(file: ArgumentFile, names: tuple[str, ...]) -> int | None:
-    found = (file.get(name) for name in names)
-    return next((n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0), None)
+    def _first_count(self, *names: str) -> int | None:
+        """Return the first of these arguments that is a positive integer, or None."""
+        values = (self.get(name) for name in names)
+        return next((n for n in values if isinstance(n, int) and not isinstance(n, bool) and n > 0), None)
 
 
 def read_argument_file(file: str, text: str, *, accelerate: bool) -> ArgumentFile:
-    """Read a JSON, YAML or shell script. Raises SyntaxFault for bad syntax or a script without a training command."""
+    """Read a JSON, YAML or shell script.
+
+    Raises SyntaxFault for bad syntax or a script without a training command.
+    """
     script = not accelerate and not file.endswith((".json", ".yaml", ".yml")) and not text.lstrip().startswith("{")
     if script:
         return _of_script(file, text)
@@ -93,7 +100,7 @@ def read_argument_file(file: str, text: str, *, accelerate: bool) -> ArgumentFil
 
 def of_mapping(values: Mapping[str, object], *, accelerate: bool) -> ArgumentFile:
     """Return values from Python as an `ArgumentFile`, all at line 1."""
-    given = {key: GivenValue(value=_plain(value), line=1) for key, value in leaves(values)}
+    given = {key: GivenValue(value=_parsed(value), line=1) for key, value in leaves(values)}
     return ArgumentFile(
         file="accelerate_config" if accelerate else "training_args",
         kind="accelerate" if accelerate else "trainer",
@@ -107,46 +114,51 @@ def _given(value: ParsedValue, prefix: str = "") -> Iterator[tuple[str, GivenVal
         if member.value.members:
             yield from _given(member.value, f"{name}.")
         else:
-            yield name, GivenValue(value=_plain(member.value.data), line=member.place.line)
+            yield name, GivenValue(value=_parsed(member.value.data), line=member.place.line)
 
 
 def _of_script(file: str, text: str) -> ArgumentFile:
+    """Return the arguments of the first command in a shell script that trains."""
     for words in commands(text):
         values = dict(_flags(words))
         if any(name in values for name in TRAINING_FLAGS):
-            before = ["", *(word.text for word in words)]
-            more = any(
-                word.text == UNKNOWN and not (last.startswith("--") and "=" not in last)
-                for last, word in zip(before, words, strict=False)
+            # A word like "$@" or $EXTRA_ARGS may be more arguments, unless it is the value of a flag.
+            previous = ["", *(word.text for word in words)]
+            open_ended = any(
+                word.text == UNKNOWN and not (before.startswith("--") and "=" not in before)
+                for before, word in zip(previous, words, strict=False)
             )
             one_thread = None if THREADS in text else _one_thread(file, words, values)
-            return ArgumentFile(file=file, kind="trainer", values=values, open=more, one_thread=one_thread)
+            return ArgumentFile(file=file, kind="trainer", values=values, open=open_ended, one_thread=one_thread)
     raise SyntaxFault("no command with training arguments (--per_device_train_batch_size, --deepspeed, ...)", 1, 1)
 
 
 def _one_thread(file: str, words: list[Word], values: Mapping[str, GivenValue]) -> str | None:
-    """Return name and place of the launcher if it starts several ranks with one thread each; otherwise None."""
+    """Return the launcher and its place if it starts several ranks with one thread each, or None."""
     for word in takewhile(lambda word: not word.text.endswith(".py"), words):
         name = word.text.rpartition("/")[2]
         if name in ONE_THREAD:
             count = values.get("num_processes" if name == "accelerate" else "nproc_per_node")
-            several = name == "accelerate" if count is None else count.value != 1  # torchrun's default is one rank
+            # The default of torchrun is one rank, that of Accelerate all GPUs.
+            several = name == "accelerate" if count is None else count.value != 1
             return f"{name} ({file}:{word.line})" if several else None
     return None
 
 
 def _flags(words: list[Word]) -> Iterator[tuple[str, GivenValue]]:
-    """Yield `--name value`, `--name=value` and `--name` (true). In names, - and _ are the same."""
+    """Yield the flags of a command: `--name value`, `--name=value` and `--name` (true)."""
     for word, following in zip(words, [*words[1:], None], strict=True):
         if not word.text.startswith("--"):
             continue
         name, sign, value = word.text[2:].partition("=")
         if not sign:
             value = "true" if following is None or following.text.startswith("--") else following.text
-        yield name.replace("-", "_"), GivenValue(value=_plain(value), line=word.line)
+        # argparse reads - and _ in a flag's name alike, as transformers sets it up
+        yield name.replace("-", "_"), GivenValue(value=_parsed(value), line=word.line)
 
 
-def _plain(value: object) -> object:
+def _parsed(value: object) -> object:
+    """Return the number or boolean that a text means; None if it is known only when the program runs."""
     if not isinstance(value, str):
         return value
     if UNKNOWN in value:

@@ -1,8 +1,7 @@
-"""Edit a JSON's text so that everything else stays unchanged, comments included.
+"""Edits of a JSON's text that keep comments, order and the user's layout.
 
 An edit replaces the characters between two offsets of the text. The text is parsed again for each edit, since the
-offsets of all later keys have changed. json.dumps of the full value would lose comments, order and the user's
-layout.
+offsets of all later keys have changed.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from zerofit.check.document import Document
 from zerofit.check.scan import ObjectMember, ParsedValue
@@ -25,7 +23,7 @@ class Assignment:
     """Set the key at a dotted path; create missing parents."""
 
     path: str
-    value: Any
+    value: object
 
 
 @dataclass(frozen=True)
@@ -63,24 +61,21 @@ Edit = Assignment | Removal | Renaming | Move | Deletion
 
 
 def apply(document: Document, edits: Iterable[Edit]) -> str:
-    """Return the edited text. Deletions come first, since their offsets are offsets in the old text."""
+    """Return the edited text."""
     text = document.text
-    todo = {repr(edit): edit for edit in edits}.values()  # each once
-    for start, end in _apart((e.start, e.end) for e in todo if isinstance(e, Deletion)):
-        text = text[:start] + text[end:]
-    for edit in todo:
+    # Several findings may have the same edit. An edit's value may be a dictionary, so a set cannot contain it.
+    unique = {repr(edit): edit for edit in edits}.values()
+    deletions: list[Deletion] = []
+    for deletion in sorted((e for e in unique if isinstance(e, Deletion)), key=lambda e: (e.start, e.end)):
+        if not deletions or deletion.start >= deletions[-1].end:  # else it is within the one before
+            deletions.append(deletion)
+    # Deletions come first, since their offsets are offsets in the old text: the last one first, for the same reason.
+    for deletion in reversed(deletions):
+        text = text[: deletion.start] + text[deletion.end :]
+    for edit in unique:
         if not isinstance(edit, Deletion):
             text = _apply(document.reread(text), edit)
     return text
-
-
-def _apart(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the outermost spans, last first. So removing a span does not shift the other ones."""
-    kept: list[tuple[int, int]] = []
-    for start, end in sorted(set(spans)):
-        if not kept or start >= kept[-1][1]:
-            kept.append((start, end))
-    return kept[::-1]
 
 
 def _apply(document: Document, edit: Edit) -> str:
@@ -108,29 +103,33 @@ def _without(document: Document, path: str, member: ObjectMember) -> str:
     assert owner  # the object contains the member
     text, start, end = document.text, member.place.start, member.value.place.end
     number = next(i for i, m in enumerate(owner.members) if m is member)
-    if number + 1 < len(owner.members):  # up to the next member, whose indentation is kept
-        comma = after_comma(text, end)
-        rest = re.match(r"[ \t]*\n", text[comma:])
-        if rest and not text[text.rfind("\n", 0, start) + 1 : start].strip():
-            return text[: text.rfind("\n", 0, start) + 1] + text[comma + rest.end() :]
-        return text[:start] + text[comma + len(_blanks(text[comma:])) :]
+    if number + 1 < len(owner.members):
+        after = after_comma(text, end)
+        line_start = text.rfind("\n", 0, start) + 1
+        line_end = re.match(r"[ \t]*\n", text[after:])
+        # A member with its own line: remove the line. Else remove the text up to the next member.
+        if line_end and not text[line_start:start].strip():
+            return text[:line_start] + text[after + line_end.end() :]
+        return text[:start] + text[after + len(_blanks(text[after:])) :]
     if number:
-        comma = after_comma(text, owner.members[number - 1].value.place.end)
-        comments = text[comma:start].rstrip()  # of the member before
+        # The last member: remove the comma of the member before, and keep that one's comments.
+        after = after_comma(text, owner.members[number - 1].value.place.end)
+        comments = text[after:start].rstrip()
         line_break = "\n" if comments and not re.match(r"[ \t]*\r?\n", text[end:]) else ""
-        return text[: comma - 1] + comments + line_break + text[end:]
+        return text[: after - 1] + comments + line_break + text[end:]
     trailing = TO_COMMA.match(text, end)
     return text[:start] + text[trailing.end() if trailing else end :]
 
 
 def after_comma(text: str, end: int) -> int:
-    """Return the offset after the comma that follows a value. There may be comments before the comma."""
-    found = TO_COMMA.match(text, end)
-    assert found, "every member except the last needs a comma"
-    return found.end()
+    """Return the offset after the comma that follows a value and its comments."""
+    comma = TO_COMMA.match(text, end)
+    assert comma, "every member except the last needs a comma"
+    return comma.end()
 
 
 def _set(document: Document, edit: Assignment) -> str:
+    """Return the text with a new value, or with a new member in the innermost object that exists."""
     text, path, value = document.text, edit.path, edit.value
     member = document.member(path)
     if member:
@@ -148,6 +147,7 @@ def _set(document: Document, edit: Assignment) -> str:
 
 
 def _insert(text: str, owner: ParsedValue, key: str, value: object) -> str:
+    """Return the text with a new member at the end of an object, laid out like its other members."""
     if owner.members:
         last = owner.members[-1]
         indent, end = _indent_at(text, last.place.start), last.value.place.end
@@ -168,6 +168,7 @@ def _blanks(text: str) -> str:
 
 
 def _dumps(value: object, indent: str) -> str:
+    """Return a value as JSON: in one line, unless it has an object or list in it."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     if not any(isinstance(part, dict | list) for part in parts):
         return json.dumps(value)

@@ -1,4 +1,7 @@
-"""The program that reads a DeepSpeed JSON. It determines what "auto" means and how strict the JSON must be."""
+"""The program that reads a DeepSpeed JSON.
+
+It determines what "auto" means and how strict the JSON must be.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ SPOKEN = {
 # lightning strategies/deepspeed.py
 HUGGING_FACE = ("trainer", "accelerate")
 STRICT_READERS = ("trainer", "accelerate", "lightning")
-NAMED = 3  # maximum number of keys that the first line names
+MAX_KEYS = 3  # that the note names
 # keys of parallel degrees at which only zerofit fills an "auto"
 DEGREES = ("sequence_parallel_size", "tensor_parallel.autotp_size")
 
@@ -60,11 +63,15 @@ def guess(config: object, *, yaml: bool = False) -> Reader:
 
 
 def _left_to_trainer(config: Mapping[str, object]) -> str:
-    """Return what plain DeepSpeed does with each "auto" that the Trainer fills; "" if there is none."""
-    left = [path for path in autos(config) if path in filled_by()]
-    stops = [path for path in left if path.rpartition(".")[0] not in catalog().strict]
-    named = ", ".join(stops[:NAMED]) + ", ..." * (len(stops) > NAMED)
-    does = [f"stops at {len(stops)} of them ({named})"] if stops else []
-    does += [f"uses its default for {len(left) - len(stops)} of them"] if len(left) > len(stops) else []
-    count = f"{len(left)} keys" if len(left) > 1 else "a key"
-    return f'the Trainer fills the "auto" of {count}; plain DeepSpeed {" and ".join(does)}' if left else ""
+    """Return what plain DeepSpeed does with the "auto"s that the Trainer fills; "" if there are none."""
+    filled = [path for path in autos(config) if path in filled_by()]
+    if not filled:
+        return ""
+    # DeepSpeed drops "auto" only in its strict sections.
+    stops = [path for path in filled if path.rpartition(".")[0] not in catalog().strict]
+    named = ", ".join(stops[:MAX_KEYS]) + ", ..." * (len(stops) > MAX_KEYS)
+    effects = [f"stops at {len(stops)} of them ({named})"] if stops else []
+    if len(filled) > len(stops):
+        effects.append(f"uses its default for {len(filled) - len(stops)} of them")
+    count = f"{len(filled)} keys" if len(filled) > 1 else "a key"
+    return f'the Trainer fills the "auto" of {count}; plain DeepSpeed {" and ".join(effects)}'

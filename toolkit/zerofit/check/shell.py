@@ -40,7 +40,7 @@ class Word:
 
 
 def commands(text: str) -> Iterator[list[Word]]:
-    """Yield the words of each command without redirections, with the script's own variables expanded."""
+    """Yield the words of each command, without redirections and with the script's variables."""
     known: dict[str, list[Word]] = {}  # one word, or the words of an array
     words: list[Word] = []
     array: str | None = None
@@ -55,10 +55,11 @@ def commands(text: str) -> Iterator[list[Word]]:
         elif kind == "word" and array:
             known[array] = [*known[array], *_expanded(token, line, known)]
         elif kind == "word":
+            # NAME=value at the beginning of a command, perhaps after `export`
             assigned = ASSIGNED.match(token) if all(word.text in BEFORE for word in words) else None
             if assigned:
-                whole = " ".join(word.text for word in _expanded(assigned["value"], line, known))
-                known[assigned["name"]] = [Word(text=whole, line=line)]
+                value = " ".join(word.text for word in _expanded(assigned["value"], line, known))
+                known[assigned["name"]] = [Word(text=value, line=line)]
             else:
                 words += _expanded(token, line, known)
         elif kind == "end" and words and not array:
@@ -70,9 +71,10 @@ def commands(text: str) -> Iterator[list[Word]]:
 
 
 def _expanded(token: str, line: int, known: Mapping[str, list[Word]]) -> list[Word]:
-    """Expand a token. An array, or a variable without quotes, may become several words."""
-    alone = REFERENCE.fullmatch(token.strip('"') if "[@]" in token else token)
-    name = (alone["name"] or alone["short"] or "") if alone else ""
+    """Expand the variables of a token."""
+    # An array, or a variable without quotes, may become several words.
+    reference = REFERENCE.fullmatch(token.strip('"') if "[@]" in token else token)
+    name = (reference["name"] or reference["short"] or "") if reference else ""
     if name in known:
         return [Word(text=part, line=word.line) for word in known[name] for part in word.text.split()]
 
@@ -80,6 +82,7 @@ def _expanded(token: str, line: int, known: Mapping[str, list[Word]]) -> list[Wo
         words = known.get(found["name"] or found["short"] or "")
         return (found["default"] or UNKNOWN) if words is None else " ".join(word.text for word in words)
 
+    # Single quotes keep everything as it is. In double quotes and without quotes, \ escapes and $ expands.
     def unquoted(part: re.Match[str]) -> str:
         text = part["bare"] if part["quoted"] is None else part["quoted"]
         return part["raw"] or REFERENCE.sub(value, re.sub(r"\\(.)", r"\1", text or ""))
