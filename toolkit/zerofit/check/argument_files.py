@@ -1,4 +1,4 @@
-"""Files that are used with a DeepSpeed JSON: training arguments, or Accelerate's configuration."""
+"""Files used with a DeepSpeed JSON: training arguments, or Accelerate's configuration."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _of_script(file: str, text: str) -> ArgumentFile:
 
 
 def _one_thread(file: str, words: list[Word], values: Mapping[str, GivenValue]) -> str | None:
-    """Return the launcher and its place if it starts several ranks with one thread each, or None."""
+    """Return the launcher that starts several ranks with one thread each, with its place, or None."""
     for word in takewhile(lambda word: not word.text.endswith(".py"), words):
         name = word.text.rpartition("/")[2]
         if name in ONE_THREAD:
@@ -153,12 +153,12 @@ def _flags(words: list[Word]) -> Iterator[tuple[str, GivenValue]]:
         name, sign, value = word.text[2:].partition("=")
         if not sign:
             value = "true" if following is None or following.text.startswith("--") else following.text
-        # argparse reads - and _ in a flag's name alike, as transformers sets it up
+        # transformers accepts - and _ in a flag's name alike
         yield name.replace("-", "_"), GivenValue(value=_parsed(value), line=word.line)
 
 
 def _parsed(value: object) -> object:
-    """Return the number or boolean that a text means; None if it is known only when the program runs."""
+    """Return the number or boolean that a text means; None for a value of a later time."""
     if not isinstance(value, str):
         return value
     if UNKNOWN in value:

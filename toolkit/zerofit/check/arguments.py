@@ -26,7 +26,7 @@ TRAINER = {
     f"{PARAMS}.weight_decay": "weight_decay",
     f"{SCHEDULE}.warmup_max_lr": "learning_rate",
 }
-DEFAULTS: dict[str, Any] = {  # of TrainingArguments
+DEFAULTS: dict[str, object] = {  # of TrainingArguments
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
     "max_grad_norm": 1.0,
@@ -99,7 +99,8 @@ BY_WIDTH: dict[str, Callable[[int], int]] = {
 
 
 def default_values(reader: str, facts: ModelFacts | None) -> Iterator[RequestedValue]:
-    """Yield the values that Accelerate fills in for "auto" if no argument is given. The Trainer uses Accelerate."""
+    """Yield the values that Accelerate fills in for "auto" if no argument is given."""
+    # The Trainer uses Accelerate.
     if reader not in HUGGING_FACE:
         return
     clipping = {"gradient_clipping": 1.0} if reader == "accelerate" else {}
@@ -113,7 +114,7 @@ def default_values(reader: str, facts: ModelFacts | None) -> Iterator[RequestedV
 
 
 def given_by(arguments: ArgumentFile) -> dict[str, GivenArgument]:
-    """Return the arguments in an argument file, by their names in it. Leave out arguments of unknown value."""
+    """Return the arguments of known value in an argument file, by their names in it."""
     return {
         name: GivenArgument(value=given.value, source=f"{name} {given.value}", place=arguments.place(name))
         for name, given in arguments.values.items()
@@ -126,18 +127,19 @@ def requested_by(arguments: ArgumentFile, ranks: int | None) -> Iterator[Request
     if arguments.kind == "accelerate":
         yield from _of_accelerate(arguments)
         return
-    free = _argument(arguments, "auto_find_batch_size")
-    compared = not (free and free.value)
+    # With auto_find_batch_size, the Trainer changes the micro batch when the memory is full.
+    automatic = _argument(arguments, "auto_find_batch_size")
+    compared = not (automatic and automatic.value)
     for path, name in TRAINER.items():
-        if found := _argument(arguments, name):
-            yield _requested(path, found.value, [found], compared=compared or path != MICRO)
+        if argument := _argument(arguments, name):
+            yield _requested(path, argument.value, [argument], compared=compared or path != MICRO)
     yield from _composed(arguments, ranks, compared)
-    for name, (path, same) in OVERRULED.items():
+    for name, (path, equivalents) in OVERRULED.items():
         written = _written(arguments, name)
         if isinstance(word := arguments.get(written), str):
             yield RequestedValue(
                 path=path,
-                value=same.get(word, (word,)),
+                value=equivalents.get(word, (word,)),
                 source=f"{written} {word}",
                 place=arguments.place(written),
                 severity="warning",
@@ -152,23 +154,20 @@ def _written(arguments: ArgumentFile, name: str) -> str:
 def _argument(arguments: ArgumentFile, name: str) -> GivenArgument | None:
     """Return an argument of the Trainer: as given, else its default; None if it is not known."""
     written = _written(arguments, name)
+    axolotl = arguments.kind == "axolotl"
     if written in arguments.values:
         value = arguments.get(written)
         return given_by(arguments)[written] if isinstance(value, int | float) else None
-    if arguments.kind == "axolotl" and name == "gradient_accumulation_steps" and "batch_size" in arguments.values:
-        return _of_batch_size(arguments)
-    if name not in DEFAULTS or arguments.open or (arguments.kind == "axolotl" and name in LEFT_OPEN):
+    # axolotl computes the steps from its batch_size (utils/config, normalize_config)
+    if axolotl and name == "gradient_accumulation_steps" and "batch_size" in arguments.values:
+        total, micro = arguments.get("batch_size"), arguments.get("micro_batch_size")
+        if not (isinstance(total, int) and isinstance(micro, int) and micro > 0):
+            return None
+        source = f"batch_size {total} in micro batches of {micro}"
+        return GivenArgument(value=total // micro, source=source, place=arguments.place("batch_size"))
+    if name not in DEFAULTS or arguments.open or (axolotl and name in LEFT_OPEN):
         return None
     return GivenArgument(value=DEFAULTS[name], source=f"{written} {DEFAULTS[name]}, its default")
-
-
-def _of_batch_size(arguments: ArgumentFile) -> GivenArgument | None:
-    """Return axolotl's gradient accumulation steps from its `batch_size` (utils/config, normalize_config)."""
-    total, micro = arguments.get("batch_size"), arguments.get("micro_batch_size")
-    if not (isinstance(total, int) and isinstance(micro, int) and micro > 0):
-        return None
-    source = f"batch_size {total} in micro batches of {micro}"
-    return GivenArgument(value=total // micro, source=source, place=arguments.place("batch_size"))
 
 
 def _requested(
@@ -179,6 +178,7 @@ def _requested(
 
 
 def _composed(arguments: ArgumentFile, ranks: int | None, compared: bool) -> Iterator[RequestedValue]:
+    """Yield the values that depend on several arguments."""
     micro, steps, beta1, beta2 = (
         _argument(arguments, name) for name in (TRAINER[MICRO], TRAINER[STEPS], "adam_beta1", "adam_beta2")
     )
@@ -202,21 +202,24 @@ def _composed(arguments: ArgumentFile, ranks: int | None, compared: bool) -> Ite
 
 def _schedule(arguments: ArgumentFile) -> Iterator[RequestedValue]:
     """Yield the total and warm-up steps of the schedule if they do not depend on the data."""
-    given = arguments.get("max_steps")
-    total = given if isinstance(given, int) and given > 0 else 0
+    max_steps = arguments.get("max_steps")
+    total = max_steps if isinstance(max_steps, int) and max_steps > 0 else 0
     if total:
         place = arguments.place("max_steps")
         yield RequestedValue(path=f"{SCHEDULE}.total_num_steps", value=total, source=f"max_steps {total}", place=place)
-    # in transformers 5, warmup_steps below 1 is this ratio; before, the ratio counts only without warmup_steps
+    # In transformers 5, a number of warmup_steps below 1 is a share of all steps. Older versions have the argument
+    # warmup_ratio for this, which counts only without warmup_steps.
     older = "warmup_ratio" in arguments.values and not arguments.get("warmup_steps")
     warmup = _argument(arguments, "warmup_ratio" if older else "warmup_steps")
     if warmup and (warmup.value >= 1 or warmup.value == 0 or total):
-        count = int(warmup.value) if warmup.value >= 1 else math.ceil(total * warmup.value)
-        least = 0 if is_older("transformers", (5, 18)) else 1  # DeepSpeed stops with 0
-        yield _requested(f"{SCHEDULE}.warmup_num_steps", max(least, count), [warmup])
+        steps = int(warmup.value) if warmup.value >= 1 else math.ceil(total * warmup.value)
+        # DeepSpeed stops with 0 steps, and transformers passes 1 instead since 5.18.
+        least = 0 if is_older("transformers", (5, 18)) else 1
+        yield _requested(f"{SCHEDULE}.warmup_num_steps", max(least, steps), [warmup])
 
 
 def _of_accelerate(arguments: ArgumentFile) -> Iterator[RequestedValue]:
+    """Yield the values of Accelerate's file that Accelerate refuses together with a JSON."""
     kind = arguments.get("distributed_type")
     if kind not in (None, "DEEPSPEED"):
         source, place = f"distributed_type {kind}", arguments.place("distributed_type")
@@ -239,7 +242,7 @@ def _of_accelerate(arguments: ArgumentFile) -> Iterator[RequestedValue]:
 
 
 def unknown_settings(arguments: ArgumentFile) -> Iterator[Finding]:
-    """Yield findings about keys in the section deepspeed_config of Accelerate's file that Accelerate ignores."""
+    """Yield findings about keys of `deepspeed_config` that Accelerate ignores."""
     known = [*PLUGIN, *LAUNCHED]
     for path, given in arguments.values.items() if arguments.kind == "accelerate" else ():
         section, _, key = path.partition(".")
@@ -257,16 +260,15 @@ def unknown_settings(arguments: ArgumentFile) -> Iterator[Finding]:
 
 
 def mixed_precision(arguments: ArgumentFile) -> str | None:
-    """Return Accelerate's precision, or None if it is not given. YAML reads an unquoted `no` as false."""
+    """Return Accelerate's precision, or None if it is not given."""
     word = arguments.get("mixed_precision")
+    # YAML reads an unquoted `no` as false.
     return "no" if word is False else word if isinstance(word, str) else None
 
 
 def plugin_config(arguments: ArgumentFile) -> tuple[dict[str, object], Mapping[str, int]]:
-    """Return the JSON that Accelerate makes from its own keys, and the line of each key.
-
-    This follows utils/dataclasses.py:1365.
-    """
+    """Return the JSON that Accelerate makes from its own keys, and the line of each key."""
+    # as in utils/dataclasses.py:1365
     given = {name: arguments.get(f"deepspeed_config.{name}") for name in PLUGIN}
     zero: dict[str, Any] = {"stage": 2 if given["zero_stage"] is None else given["zero_stage"]}
     for what in ("optimizer", "param"):

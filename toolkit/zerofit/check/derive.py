@@ -256,7 +256,7 @@ def _of_default(default: object) -> Schema:
 
 
 def _model_in(annotation: object) -> type[BaseModel] | None:
-    """Return the pydantic class of DeepSpeed in a field's type, for example in `X | None`; None if there is none."""
+    """Return DeepSpeed's pydantic class in a field's type (also in `X | None`), or None."""
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
     options = typing.get_args(annotation) or (annotation,)

@@ -129,7 +129,7 @@ def after_comma(text: str, end: int) -> int:
 
 
 def _set(document: Document, edit: Assignment) -> str:
-    """Return the text with a new value, or with a new member in the innermost object that exists."""
+    """Return the text with the new value, or with a new member in the innermost object."""
     text, path, value = document.text, edit.path, edit.value
     member = document.member(path)
     if member:
@@ -147,7 +147,7 @@ def _set(document: Document, edit: Assignment) -> str:
 
 
 def _insert(text: str, owner: ParsedValue, key: str, value: object) -> str:
-    """Return the text with a new member at the end of an object, laid out like its other members."""
+    """Return the text with a new member at the end of an object, laid out like the others."""
     if owner.members:
         last = owner.members[-1]
         indent, end = _indent_at(text, last.place.start), last.value.place.end

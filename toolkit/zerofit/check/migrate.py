@@ -10,7 +10,6 @@ from zerofit.check.check import check, mend
 from zerofit.check.document import Document
 from zerofit.check.dotted import get
 from zerofit.check.edit import Assignment, Edit, Removal, apply
-from zerofit.check.finding import Edits, Finding
 from zerofit.check.rule import defaults
 from zerofit.check.subject import ZERO, CheckSubject, TargetHardware
 
@@ -22,27 +21,33 @@ PINNED = f"{ZERO}.cpu_offload_use_pin_memory"
 
 @dataclass(frozen=True, kw_only=True)
 class Migrated:
-    """The new text, the settings that were lost, and the old defaults that are now written out."""
+    """The text for the installed DeepSpeed, and what changed."""
 
     text: str
-    lost: tuple[str, ...]
-    kept: tuple[str, ...]
+    lost: tuple[str, ...]  # settings that the installed DeepSpeed does not have
+    kept: tuple[str, ...]  # settings that are written out to keep the old behavior
 
 
 def migrate(document: Document, setting: TargetHardware) -> Migrated:
     """Rename old keys, remove dropped keys, and write out the old value of each changed default."""
     lost: list[str] = []
-    document = _without_gone_optimizer(document, lost)
+    document = _without_removed_optimizer(document, lost)
     for _ in range(3):  # a renamed key may uncover another old key
-        found = [f for f in check(document, setting) if f.code in CARRIED]
-        if not found:
+        findings = [f for f in check(document, setting) if f.code in CARRIED]
+        if not findings:
             break
-        for finding in found:
+        edits: list[Edit] = []
+        for finding in findings:
+            # The check removes a removed key only if it is off, since the user has to know what is lost.
             if finding.code == "removed-key":
-                lost.append(f"{finding.path} {_short(document, finding.path)}: {finding.fix}")
-        document = document.reread(apply(document, [edit for finding in found for edit in _edits(finding)]))
+                lost.append(f"{finding.path} {_value_text(document, finding.path)}: {finding.fix}")
+                edits.append(Removal(finding.path))
+            else:
+                edits += finding.edits
+        document = document.reread(apply(document, edits))
     kept: list[str] = []
     document = _with_pinned_memory(document, kept)
+    # A default that has changed since then is written out with its old value.
     for note in defaults():
         aliases = resolve(document.config, catalog())
         subject = CheckSubject(config=aliases.config, catalog=catalog(), setting=setting)
@@ -52,16 +57,12 @@ def migrate(document: Document, setting: TargetHardware) -> Migrated:
     return Migrated(text=mend(document, setting), lost=tuple(lost), kept=tuple(kept))
 
 
-def _edits(finding: Finding) -> Edits:
-    return (Removal(finding.path),) if finding.code == "removed-key" else finding.edits
-
-
 def _with_pinned_memory(document: Document, kept: list[str]) -> Document:
-    """Move the old flag `cpu_offload_use_pin_memory`, which DeepSpeed now drops, into the offload sections."""
+    """Move the old flag `cpu_offload_use_pin_memory` into the offload sections."""
     pinned = get(document.config, PINNED)
-    edits: list[Edit] = [Removal(PINNED)]
     if not isinstance(pinned, bool):
         return document
+    edits: list[Edit] = [Removal(PINNED)]
     for section in (OPTIMIZER, PARAM):
         given = get(document.config, section)
         if isinstance(given, dict) and "pin_memory" not in given:
@@ -70,7 +71,8 @@ def _with_pinned_memory(document: Document, kept: list[str]) -> Document:
     return document.reread(apply(document, edits))
 
 
-def _without_gone_optimizer(document: Document, lost: list[str]) -> Document:
+def _without_removed_optimizer(document: Document, lost: list[str]) -> Document:
+    """Replace an optimizer that DeepSpeed removed by its successor."""
     subject = CheckSubject(config=document.config, catalog=catalog(), setting=TargetHardware())
     name = subject.word("optimizer.type") or ""
     successor = names("removed_optimizers").get(name.lower())
@@ -85,7 +87,8 @@ def _without_gone_optimizer(document: Document, lost: list[str]) -> Document:
     return document.reread(apply(document, edits))
 
 
-def _short(document: Document, path: str) -> str:
+def _value_text(document: Document, path: str) -> str:
+    """Return a value as the file has it, in one line of at most 60 characters."""
     member = document.member(path)
     text = document.text[member.value.place.start : member.value.place.end] if member else ""
     line = " ".join(text.split())

@@ -63,7 +63,7 @@ def guess(config: object, *, yaml: bool = False) -> Reader:
 
 
 def _left_to_trainer(config: Mapping[str, object]) -> str:
-    """Return what plain DeepSpeed does with the "auto"s that the Trainer fills; "" if there are none."""
+    """Return what plain DeepSpeed does with the "auto"s that the Trainer fills, or ""."""
     filled = [path for path in autos(config) if path in filled_by()]
     if not filled:
         return ""

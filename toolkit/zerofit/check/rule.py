@@ -1,19 +1,20 @@
-"""Rules about values and their combinations: the entries of check/rules/*.yaml, whose README.md describes them.
+"""Rules about values and their combinations, read from check/rules/*.yaml.
 
-A rule's condition is an expression in Python's syntax, for example `stage == 3 and off('fp16.enabled')`. It can use
-`path`, `value`, all attributes of `CheckSubject`, and the terms and functions of `zerofit.check.rules.terms`.
+README.md in that folder describes the entries. A rule's condition is an expression in Python's syntax, for example
+`stage == 3 and off('fp16.enabled')`. It can use `path`, `value`, all attributes of `CheckSubject`, and the terms and
+functions of `zerofit.check.rules.terms`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from types import CodeType
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import yaml
 
@@ -27,12 +28,16 @@ from zerofit.features.optimizers import ENTRIES
 PLACE = re.compile(r"\$\{(.+?)\}")  # an expression in a text
 
 
-class RuleEdits(TypedDict, total=False):
-    """A rule's fix, if the fix has one clear meaning."""
-
-    set: dict[str, str]  # dotted path -> expression of its new value
-    remove: list[str]  # dotted paths
-    # and "if": an expression that must be true for the fix; optional
+# a rule's fix, if the fix has one clear meaning
+RuleEdits = TypedDict(
+    "RuleEdits",
+    {
+        "set": dict[str, str],  # dotted path -> expression of its new value
+        "remove": list[str],  # dotted paths
+        "if": str,  # an expression that must be true for the fix
+    },
+    total=False,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +51,15 @@ class Rule:
     message: str  # `${EXPRESSION}` in a text is replaced by its value
     why: str  # what DeepSpeed does
     fix: str = "remove it"
-    edits: Mapping[str, Any] = field(default_factory=RuleEdits)
+    edits: RuleEdits = field(default_factory=RuleEdits)
     source: str  # file:line below deepspeed/ in 0.19.8
     ignored: bool = False  # whether DeepSpeed ignores the key, as --explain shows
 
     def __call__(self, subject: CheckSubject) -> Iterator[Finding]:
-        """Yield the finding if the condition is true. Raises UnclearValue if the condition reads a wrong value."""
+        """Yield the finding if the condition is true.
+
+        Raises UnclearValue if the condition reads a wrong value.
+        """
         names = _Names(subject, self.path)
         if not names.value_of(self.when):
             return
@@ -72,16 +80,16 @@ class Rule:
                 yield Assignment(path, names.value_of(expression))
 
 
-class _Names(dict[str, Any]):
-    """The values of names in a rule's expressions. Each value is computed when an expression uses the name."""
+class _Names(dict[str, object]):
+    """The values of the names in a rule's expressions, computed when an expression uses them."""
 
     def __init__(self, subject: CheckSubject, path: str):
         super().__init__(path=path)
-        self._subject = subject
+        self._subject, self._path = subject, path
 
     def __missing__(self, name: str) -> object:
         if name == "value":
-            return self._subject.get(self["path"])
+            return self._subject.get(self._path)
         if name in TERMS:
             return TERMS[name](self._subject)
         try:
@@ -89,7 +97,8 @@ class _Names(dict[str, Any]):
         except AttributeError:
             raise KeyError(name) from None
 
-    def value_of(self, expression: str) -> Any:
+    def value_of(self, expression: str) -> object:
+        # eval looks names up here first, and calls __missing__ for those that are not here yet.
         return eval(_compiled(expression), {"__builtins__": FUNCTIONS}, self)
 
     def text(self, template: str) -> str:
@@ -109,12 +118,12 @@ def _compiled(expression: str) -> CodeType:
 
 @dataclass(frozen=True, kw_only=True)
 class DefaultNote:
-    """A default of DeepSpeed that may surprise users, and its value in older releases. See data/defaults.yaml."""
+    """A default of DeepSpeed that may surprise users, see data/defaults.yaml."""
 
     key: str
     when: str = "True"
     text: str
-    old: object = None
+    old: object = None  # the value in older releases
     old_when: str = ""
     change: str = ""  # "" if the default did not change
 
@@ -123,7 +132,7 @@ class DefaultNote:
         return _Names(subject, self.key).text(self.text)
 
     def matters(self, subject: CheckSubject) -> bool:
-        """Return whether the default applies; False if the condition reads a value that DeepSpeed does not allow."""
+        """Return whether the default applies; False if the condition reads a wrong value."""
         return subject.holds(lambda c: _Names(c, self.key).value_of(self.when))
 
     def mattered(self, subject: CheckSubject) -> bool:
@@ -139,7 +148,7 @@ def defaults() -> tuple[DefaultNote, ...]:
 
 @cache
 def rules() -> tuple[Rule, ...]:
-    """Return all rules: those in check/rules/*.yaml, and those of the entries in zerofit.features."""
+    """Return all rules: those of zerofit.features, then those in check/rules/*.yaml."""
     folder = files("zerofit.check") / "rules"
     texts = (file.read_text(encoding="utf-8") for file in folder.iterdir() if file.name.endswith(".yaml"))
     optimizers = (Rule(**rule.fields()) for entry in ENTRIES for rule in entry.rules)
@@ -147,16 +156,13 @@ def rules() -> tuple[Rule, ...]:
 
 
 def rules_of(text: str) -> Iterator[Rule]:
-    """Yield the rules of a YAML text: one rule per entry, or one rule per item of the entry's `for`."""
+    """Yield the rules of a YAML text: one for each entry, or for each item of an entry's `for`."""
     for entry in yaml.load(text, LOADER):
         for item in entry.pop("for", [{}]):
-            # an item overrides fields of the entry and gives values for its <names>
+            # An item overrides fields of the entry and gives values for its <names>.
             fields = {**entry, **{name: item[name] for name in item if name in Rule.__dataclass_fields__}}
-            yield Rule(**{name: _filled(field, item) for name, field in fields.items()})
-
-
-def _filled(field: object, item: Mapping[str, object]) -> Any:
-    if isinstance(field, str):
-        for name, text in item.items():
-            field = field.replace(f"<{name}>", str(text))
-    return field
+            for placeholder, value in item.items():
+                for name, text in fields.items():
+                    if isinstance(text, str):
+                        fields[name] = text.replace(f"<{placeholder}>", str(value))
+            yield Rule(**fields)

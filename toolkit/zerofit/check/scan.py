@@ -1,4 +1,4 @@
-"""A parser for JSON with comments and trailing commas, which DeepSpeed's reader (hjson) accepts.
+"""A parser for JSON with comments and trailing commas, which DeepSpeed's hjson accepts.
 
 All values have positions, which findings and edits need. The standard library's parser does not keep positions. This
 parser is a recursive descent over regular expressions: `_at` is the offset of the next character, and `_value` reads
@@ -47,7 +47,7 @@ class ParsedValue:
 
     @cached_property
     def by_key(self) -> dict[str, ObjectMember]:
-        """Members by key. Of several members with the same key, the last."""
+        """Members by key; of duplicate keys, the last."""
         return {member.key: member for member in self.members}
 
 
@@ -61,7 +61,7 @@ class ObjectMember:
 
 
 class SyntaxFault(Exception):
-    """Raised if a text is not valid JSON or YAML, with the place and what the parser expected there."""
+    """Raised for invalid JSON or YAML, with the place and what the parser expected there."""
 
     def __init__(self, message: str, line: int, column: int, *, final: bool = False, notation: str = "JSON"):
         super().__init__(message)
@@ -80,7 +80,7 @@ class Scanner:
         self._line_ends = [found.start() for found in re.finditer("\n", text)]
 
     def read(self) -> ParsedValue:
-        """Return the text's value. Raises SyntaxFault with line, column, and what the parser expected there."""
+        """Return the text's value. Raises SyntaxFault."""
         self._skip()
         try:
             root = self._value()
@@ -109,15 +109,15 @@ class Scanner:
             self._at = found.end()
 
     def _value(self) -> ParsedValue:
-        start, sign = self._at, self._text[self._at : self._at + 1]
-        if sign == "{":
+        start, first = self._at, self._text[self._at : self._at + 1]
+        if first == "{":
             members = self._members()
             place = self.place(start, self._at)
             return ParsedValue(place=place, data={m.key: m.value.data for m in members}, members=tuple(members))
-        if sign == "[":
+        if first == "[":
             items = self._items()
             return ParsedValue(place=self.place(start, self._at), data=[i.data for i in items], items=tuple(items))
-        if sign == '"':
+        if first == '"':
             data: object = self._string()
         elif found := NUMBER.match(self._text, start):
             self._at = found.end()
@@ -177,6 +177,7 @@ class Scanner:
         self._at = found.end()
         if "\\" not in found.group():
             return found.group()[1:-1]
+        # An escape may be half of a surrogate pair, which is no text.
         try:
             return parse_json(found.group())
         except Unreadable as error:

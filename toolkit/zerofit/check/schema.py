@@ -1,4 +1,4 @@
-"""A JSON Schema of DeepSpeed's configuration for editors, and the keys that programs fill in."""
+"""A JSON Schema of DeepSpeed's configuration for editors, with the keys that programs fill."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Measures classic ways to train in parallel on the same task. Each way is a small, readable file."""
+"""Measurements of classic ways to train in parallel on the same task, one file each."""

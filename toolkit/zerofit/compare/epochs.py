@@ -20,12 +20,7 @@ NOISE_EVERY = 8  # steps between measurements of the gradient's noise
 
 
 class Epochs:
-    """The epochs of one process. The first rank evaluates after each epoch. Evaluations are not timed.
-
-    An epoch ends with the step that completes it. The number of samples therefore exceeds full epochs by less than one
-    batch, at any batch size. Half of the validation samples (every second one) are reserved for a test score. This
-    score must not influence the choice of an epoch or a batch size.
-    """
+    """The epochs of one process. The first rank evaluates after each epoch, which is not timed."""
 
     def __init__(self) -> None:
         self._noise = Noise()
@@ -34,13 +29,15 @@ class Epochs:
     def batches(
         self, work: BenchmarkTask, model: nn.Module, optimizer: torch.optim.Optimizer, share: int, of: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Divide every batch into `of` equal shares. Yield inputs and targets of share `share`, phase by phase."""
+        """Yield inputs and targets of one of `of` equal shares of every batch, phase by phase."""
         seconds, step, start, epoch = 0.0, 0, 0, 0
         epochs = sum(count for count, _, _ in work.job.phases)
         for count, batch, lr in work.job.phases:
             optimizer.param_groups[0]["lr"] = lr
             for _ in range(count):
                 epoch += 1
+                # An epoch ends with the step that completes it. The number of samples therefore exceeds full epochs by
+                # less than one batch, at any batch size.
                 while start < epoch * work.samples:
                     x, y = work.batch(start + share * (batch // of), batch // of)
                     measured = of == 1 and step % NOISE_EVERY == 0
@@ -54,12 +51,16 @@ class Epochs:
                     start, step = start + batch, step + 1
                     work.progress(f"epoch {epoch} of {epochs}, step {step}")
                 if work.rank == 0:
-                    self._look(work, model, {"epoch": epoch, "steps": step, "samples": start, "seconds": seconds})
+                    progress = {"epoch": epoch, "steps": step, "samples": start, "seconds": seconds}
+                    self._curve.append({**progress, **self._scores(work, model)})
 
-    def _look(self, work: BenchmarkTask, model: nn.Module, done: dict[str, float]) -> None:
+    def _scores(self, work: BenchmarkTask, model: nn.Module) -> dict[str, float | None]:
+        """Return loss and accuracy on the validation samples, and a test accuracy."""
+        # Every second validation sample is reserved for the test accuracy, which must not influence the choice of an
+        # epoch or a batch size.
         count = work.eval_samples
         test = work.evaluate(model, range(1, count, 2))["accuracy"] if count > 1 else None
-        self._curve.append({**done, **work.evaluate(model, range(0, count, 2)), "test_accuracy": test})
+        return {**work.evaluate(model, range(0, count, 2)), "test_accuracy": test}
 
     def measurements(self) -> RankReport:
         """Return the figures after each epoch and the noise scale; {} on all ranks but the first."""
@@ -73,7 +74,7 @@ def _now(work: BenchmarkTask) -> float:
 
 
 class Noise:
-    """The simple noise scale: the batch size at which a gradient's noise is as large as the gradient.
+    """The simple noise scale: the batch size at which a gradient's noise equals the gradient.
 
     It is computed from the gradient's squared norms over a full batch and over half a batch. Both norms are averaged
     over many steps. The source is McCandlish, Kaplan, Amodei and others, "An Empirical Model of Large-Batch Training"
@@ -84,12 +85,12 @@ class Noise:
         self._half, self._whole, self._sizes = list[float](), list[float](), (0, 0)
 
     def of_half(self, work: BenchmarkTask, model: nn.Module, x: Tensor, y: Tensor) -> None:
-        """Measure the gradient over the first half of a batch, without changing weights or running statistics."""
+        """Measure the gradient over the first half of a batch."""
         half = len(x) // 2
         if half == 0:
             return
         norms = batch_norms(model)
-        # the extra forward must not move running means, or measuring would change the training
+        # The extra forward must not change running statistics, or measuring would change the training.
         for module in norms:
             module.track_running_stats = False
         model.zero_grad()
@@ -100,7 +101,8 @@ class Noise:
         self._sizes = (half, len(x))
 
     def of_whole(self, model: nn.Module) -> None:
-        """Measure the gradient over the full batch, after its backward. `of_half` measured half of the same batch."""
+        """Measure the gradient over the full batch, after its backward."""
+        # only for a batch of which `of_half` has measured half
         if len(self._whole) < len(self._half):
             self._whole.append(_squared_norm(model))
 

@@ -1,4 +1,4 @@
-"""List the strategies, and define the job that is the same for all: model, data, samples, optimizer."""
+"""The strategies, and the job that is the same for all: model, data, samples, optimizer."""
 
 from __future__ import annotations
 
@@ -46,12 +46,10 @@ class CompareJob:
 
     @property
     def run(self) -> Run:
-        """A run with the same data and model, for `zerofit.data.open_data`.
-
-        Text is not packed, because strategies pass only tokens to a model.
-        """
+        """A run with the same data and model, for `zerofit.data.open_data`."""
         root = Path(self.data_root) if self.data_root else None
         names = ("model", "model_args", "data", "image_size", "seq_len", "tokenizer", "seed")
+        # Strategies pass only tokens to a model, and packed text also needs the beginnings of its documents.
         return Run(data_root=root, packing=False, **{name: getattr(self, name) for name in names})
 
     def write(self, path: Path) -> None:
@@ -90,7 +88,7 @@ class Strategy:
 
     @property
     def lines(self) -> int:
-        """Lines of code of the strategy's file, without comments, docstrings, imports and blank lines."""
+        """The number of lines of the strategy's code, see `code_lines`."""
         return code_lines(self.source.read_text(encoding="utf-8"))
 
     def load(self) -> Any:
@@ -99,13 +97,14 @@ class Strategy:
 
 
 def code_lines(source: str) -> int:
-    """Count the lines that contain code, except imports and docstrings."""
+    """Count the lines with code, without comments, docstrings, imports and blank lines."""
     tree, lines = ast.parse(source), set[int]()
     documented = [n for n in ast.walk(tree) if isinstance(n, DOCUMENTED) and ast.get_docstring(n) is not None]
     docstrings = {id(node.body[0]) for node in documented}
     for node in ast.walk(tree):
         if not isinstance(node, ast.stmt) or isinstance(node, ast.Import | ast.ImportFrom) or id(node) in docstrings:
             continue
+        # Of a block, only the first line: the statements in it count on their own.
         last = node.lineno if hasattr(node, "body") else node.end_lineno or node.lineno
         lines |= set(range(node.lineno, last + 1))
     return len(lines)
@@ -195,4 +194,4 @@ _ALL = (
     Strategy(name="tensor-parallel", title="tensor parallel", file="tensor_parallel", least_ranks=2),
     Strategy(name="hybrid", title="model parallel in pairs, data parallel across them", file="hybrid", least_ranks=4),
 )
-STRATEGIES = {one.name: one for one in _ALL}
+STRATEGIES = {strategy.name: strategy for strategy in _ALL}

@@ -10,11 +10,9 @@ STRAGGLER = 5.0  # factor on the time of a step that straggles
 
 
 def pause_s(job: CompareJob, rank: int, step: int) -> float:
-    """Return the seconds that a rank waits before a step; 0 if no rank is slowed.
-
-    Seed, rank and step decide which steps are slow.
-    """
+    """Return the seconds that a rank waits before a step; 0 if no rank is slowed."""
     if not job.slow and not job.straggle:
         return 0.0
+    # Only seed, rank and step decide which steps are slow, so every strategy has the same slow steps.
     drawn = float(sample_hashes([step], (job.seed << 20) + rank)[0]) / 2.0**64
     return PACE_S * job.slow.get(str(rank), 1.0) * (STRAGGLER if drawn < job.straggle else 1.0)

@@ -11,7 +11,7 @@ DIMENSIONS = 8  # maximum
 
 def send(tensor: Tensor, to: int) -> None:
     """Send a float32 tensor, its shape first."""
-    # the receiver does not know the shape of the other rank's activations, so a vector of fixed length announces it
+    # The receiver does not know the shape of the other rank's activations, so a vector of fixed length announces it.
     shape = torch.tensor([*tensor.shape, *[0] * (DIMENSIONS - tensor.dim())], device=tensor.device)
     dist.send(shape, to)
     dist.send(tensor.contiguous(), to)

@@ -36,40 +36,43 @@ def measure(folder: Path) -> NoReturn:
     """Run this process's part of the job in `folder`, write its measurements, and exit."""
     rank = int(os.environ["RANK"])
     job = CompareJob.read(folder / "job.json")
-    end_first()
+    end_first()  # if the machine runs out of memory, the kernel kills this process, not the command
     if job.accelerator == "cpu":
         limit_memory(host_memory()[1])  # per process: strategies do not divide memory evenly
     try:
         with without_dynamo():
-            word = _measured(job, folder, rank)
+            report = _train(job, folder, rank)
     except (NotHereError, ModelError) as reason:
-        word = {"not_here": str(reason)}
+        report = {"not_here": str(reason)}
     except BaseException as error:
         traceback.print_exc()
-        word = {"error": f"{type(error).__name__}: {str(error).strip() or 'no message'}"}
-    write_json(folder / f"rank-{rank}.json", word)
+        report = {"error": f"{type(error).__name__}: {str(error).strip() or 'no message'}"}
+    write_json(folder / f"rank-{rank}.json", report)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1 if "error" in word else 0)  # shutting down process groups would take seconds
+    os._exit(1 if "error" in report else 0)  # shutting down process groups would take seconds
 
 
-def _measured(job: CompareJob, folder: Path, rank: int) -> RankReport:
+def _train(job: CompareJob, folder: Path, rank: int) -> RankReport:
+    """Train with the job's strategy. Return this process's measurements."""
     work = BenchmarkTask(job, folder, rank)
     strategy = STRATEGIES[job.strategy]
     state = strategy.load().train(work, **strategy.options)
-    word = work.measurements()
+    report = work.measurements()
     if dist.is_initialized():
         dist.barrier()  # no process exits while another one still gathers
     if job.phases:
         return work.epochs.measurements()
     if curve := work.curve():
-        word["curve"] = curve
+        report["curve"] = curve
+    # Only one rank has the full model.
     if state is not None:
-        word |= _judged(work, state, folder)
-    return word
+        report |= _evaluate(work, state, folder)
+    return report
 
 
-def _judged(work: BenchmarkTask, state: dict[str, Tensor], folder: Path) -> RankReport:
+def _evaluate(work: BenchmarkTask, state: dict[str, Tensor], folder: Path) -> RankReport:
+    """Return loss, accuracy and the largest difference to the weights of the single device."""
     model = work.model()
     model.load_state_dict(state)
     names = [name for name, _ in model.named_parameters()]

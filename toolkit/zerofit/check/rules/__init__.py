@@ -1,1 +1,1 @@
-"""Rules about values and their combinations: YAML entries (README.md), and functions with loops."""
+"""Rules about values and combinations: YAML entries (README.md), and functions with loops."""

@@ -66,7 +66,7 @@ def ranks_of_batch(c: CheckSubject) -> str:
 
 
 def _data_degrees(total: int, micro: int, steps: int | None, *, fixed: bool) -> str:
-    """Return the allowed data parallel degrees in words: only the largest one if the steps are `fixed`."""
+    """Return the allowed data parallel degrees in words; the largest one if steps are fixed."""
     most = total // (micro * (steps or 1))
     return str(most) if fixed or most == 1 else f"{most} or a divisor of it"
 
@@ -81,7 +81,7 @@ def _against_ranks(c: CheckSubject, total: int, micro: int | None, steps: int | 
 
 
 def _identity(c: CheckSubject, total: int, micro: int, steps: int, dp: int | None) -> Finding:
-    """Return the finding about a total that is not the product of the other sizes; 0 and None are unknown sizes."""
+    """Return the finding about a total that is not the product of the known sizes."""
     product = (micro or 1) * (steps or 1) * (dp or 1)
     complete = micro and steps and dp
     nearest = product if complete else max(product, round(total / product) * product)

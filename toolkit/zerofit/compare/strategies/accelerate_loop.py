@@ -1,4 +1,4 @@
-"""Train with Accelerate: `prepare` and `backward` turn the loop for one device into data parallel training."""
+"""Train with Accelerate, which turns a loop for one device into data parallel training."""
 
 from typing import cast
 

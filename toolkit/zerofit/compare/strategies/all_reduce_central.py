@@ -21,7 +21,7 @@ def train(work: BenchmarkTask):
 
 
 def train_with(work: BenchmarkTask, all_reduce: Callable[[Tensor, int, int], None]):
-    """Train with each rank reading its share of a batch; `all_reduce` sums all ranks' vectors in place."""
+    """Train data parallel. `all_reduce` sums all ranks' vectors in place."""
     dist.init_process_group(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = work.model()
@@ -37,7 +37,8 @@ def train_with(work: BenchmarkTask, all_reduce: Callable[[Tensor, int, int], Non
 
 
 def central(vector: Tensor, rank: int, ranks: int) -> None:
-    """Sum all vectors on rank 0, which sends the sum to everybody: 2 (N - 1) messages through one rank."""
+    """Sum all vectors on rank 0, which sends the sum to everybody."""
+    # 2 (N - 1) messages go through one rank.
     if rank:
         dist.send(vector, 0)
         dist.recv(vector, 0)

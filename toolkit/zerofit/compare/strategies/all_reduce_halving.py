@@ -1,4 +1,7 @@
-"""Train data parallel with a hand-written all-reduce by halving: as few bytes as a ring, as few rounds as a tree."""
+"""Train data parallel with a hand-written all-reduce by halving.
+
+It sends as few bytes as a ring, in as few rounds as a tree.
+"""
 
 from torch import Tensor
 
@@ -13,12 +16,12 @@ def train(work: BenchmarkTask):
 
 
 def halving(vector: Tensor, rank: int, ranks: int) -> None:
-    """Exchange halves with a partner, quarters with the next partner, and so on, then reassemble: 2 log2 N rounds."""
+    """Sum halves with a partner, then quarters with the next one, and so on; then reassemble."""
     if ranks & (ranks - 1):
         raise NotHereError(f"halving needs 2, 4, 8, ... ranks (a power of two), not {ranks}")
     own, exchanges = vector, []
     # With 8 ranks the partners are 4, 2 and 1 apart. Each round halves the part that a rank still adds up, so in total
-    # it sends as little as in a ring, in log2 N instead of N - 1 rounds.
+    # it sends as little as in a ring, in log2 N instead of N - 1 rounds. Reassembling takes as many rounds.
     for distance in [2**n for n in reversed(range(ranks.bit_length() - 1))]:
         low, high = own.tensor_split(2)
         own, theirs = (high, low) if rank & distance else (low, high)

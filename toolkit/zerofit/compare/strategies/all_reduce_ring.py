@@ -1,4 +1,7 @@
-"""Train data parallel with a hand-written ring all-reduce: every rank sends 2 (N - 1) / N of the gradients."""
+"""Train data parallel with a hand-written ring all-reduce.
+
+Every rank sends 2 (N - 1) / N of the gradients.
+"""
 
 import torch
 import torch.distributed as dist
@@ -14,16 +17,14 @@ def train(work: BenchmarkTask):
 
 
 def ring(vector: Tensor, rank: int, ranks: int) -> None:
-    """Send N parts around the ring and add them up until each part's sum is complete on one rank.
-
-    Then send the complete parts around the ring. In total there are 2 (N - 1) rounds.
-    """
+    """Add up N parts around the ring, then send the sums around it, in 2 (N - 1) rounds."""
     parts, left, right = vector.tensor_split(ranks), (rank - 1) % ranks, (rank + 1) % ranks
     # In round t rank r sends part r - t and adds what arrives to part r - t - 1. After N - 1 rounds part r + 1 is
     # complete on rank r. In each round all links of the ring are busy, and each carries only 1 / N of the vector.
     for turn in range(ranks - 1):
         part = parts[(rank - turn - 1) % ranks]
         part += exchanged(parts[(rank - turn) % ranks], right, part, left)
+    # Then each complete part goes around the ring and replaces the incomplete ones.
     for turn in range(ranks - 1):
         part = parts[(rank - turn) % ranks]
         part.copy_(exchanged(parts[(rank - turn + 1) % ranks], right, part, left))

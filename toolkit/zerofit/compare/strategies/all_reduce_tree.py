@@ -14,7 +14,7 @@ def train(work: BenchmarkTask):
 
 
 def tree(vector: Tensor, rank: int, ranks: int) -> None:
-    """Add up in pairs, then in pairs of pairs, and send the sum back down: 2 log2 N rounds of full vectors."""
+    """Add up in pairs, then in pairs of pairs, and send the sum back, in 2 log2 N rounds."""
     # Ranks 0 to 7: first 1 -> 0, 3 -> 2, 5 -> 4, 7 -> 6, then 2 -> 0, 6 -> 4, then 4 -> 0; the sum goes back the same
     # way. Few rounds are good for small vectors, since latency counts most. For large vectors rank 0 is the bottleneck.
     distances = [2**n for n in range((ranks - 1).bit_length())]

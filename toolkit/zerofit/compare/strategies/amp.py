@@ -1,4 +1,4 @@
-"""Train with automatic mixed precision on one device: 16-bit matmuls, with a gradient scaler for fp16."""
+"""Train with automatic mixed precision on one device, with a gradient scaler for fp16."""
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -7,10 +7,11 @@ from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, state_on
 
 
 def train(work: BenchmarkTask, fp16: bool = False):
-    """Train in bf16, whose exponent range needs no scaler, or in fp16 with a scaler for small gradients.
+    """Train with matrix multiplications in bf16 or fp16.
 
     torch supports both on a CPU, too; without hardware support they are emulated and slow.
     """
+    # Small gradients become 0 in fp16 without a scaler. bf16 has the exponent range of float32.
     kind, dtype = work.device.type, torch.float16 if fp16 else torch.bfloat16
     if kind == "cuda" and not fp16 and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise NotHereError("this GPU has no bf16 matrix multiplication; amp-fp16 uses fp16 and a gradient scaler")

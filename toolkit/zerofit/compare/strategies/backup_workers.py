@@ -1,4 +1,4 @@
-"""Train with backup workers: in a step, a synchronous parameter server waits only for the fastest workers.
+"""Train with backup workers: a synchronous parameter server waits only for the fastest.
 
 The source is Chen, Pan, Monga, Bengio and Jozefowicz (2016). The server drops late gradients. No gradient is stale, but
 the work of the slowest workers is lost.
@@ -14,7 +14,7 @@ from zerofit.compare.strategies.parameter_server_async import push_and_pull, run
 
 
 def train(work: BenchmarkTask, spare: int):
-    """Run a server, or one of its workers. The server does not wait for the `spare` slowest workers of a step."""
+    """Run a server that does not wait for the `spare` slowest workers of a step, or a worker."""
     dist.init_process_group("gloo")
     server = dist.get_world_size() - 1
     if dist.get_rank() == server:

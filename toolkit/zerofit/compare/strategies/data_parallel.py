@@ -1,4 +1,4 @@
-"""Train data parallel from scratch: scatter the batch, add up gradients by hand, make the same step in each replica."""
+"""Train data parallel from scratch: scatter the batch, add up gradients, step everywhere."""
 
 import torch
 import torch.distributed as dist

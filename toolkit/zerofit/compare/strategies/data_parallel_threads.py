@@ -1,4 +1,4 @@
-"""Train with torch.nn.DataParallel: one process, one thread per device; each step copies the weights."""
+"""Train with torch.nn.DataParallel: one process with one thread per device."""
 
 import torch
 
@@ -13,7 +13,7 @@ def train(work: BenchmarkTask):
     """Train as on one device, with one more line of code."""
     if len(work.devices) < 2:
         raise NotHereError(" ".join(NEEDS.split()))
-    # each forward copies the weights to all devices and the outputs back, hence the memory of the first device
+    # Each forward copies the weights to all devices and the outputs back, hence the memory of the first device.
     model = torch.nn.DataParallel(work.model(), device_ids=work.devices)
     optimizer = work.optimizer(model.parameters())
     for x, y in work.batches():

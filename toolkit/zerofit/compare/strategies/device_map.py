@@ -1,4 +1,4 @@
-"""Train with an Accelerate device map (naive model parallelism): hooks move activations from device to device."""
+"""Train with an Accelerate device map: naive model parallelism in one process."""
 
 from accelerate import dispatch_model, infer_auto_device_map
 from accelerate.utils import get_balanced_memory
@@ -10,7 +10,7 @@ the weights of the map's second device (cpu:1 or disk). Offloaded weights get no
 
 
 def train(work: BenchmarkTask):
-    """Train in an ordinary loop. The device map places the layers."""
+    """Train in an ordinary loop. The device map places the layers, and hooks move activations."""
     devices = work.devices
     if len(devices) < 2:
         raise NotHereError(" ".join(NEEDS.split()))

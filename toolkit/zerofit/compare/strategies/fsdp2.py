@@ -1,4 +1,4 @@
-"""Train with FSDP2: every rank keeps a share of each parameter, and gathers a layer when it is needed."""
+"""Train with FSDP2: every rank keeps a share of each parameter, and gathers it when needed."""
 
 import torch.distributed as dist
 from torch import nn
@@ -10,12 +10,13 @@ from zerofit.compare.benchmark_task import BenchmarkTask, tied
 
 
 def train(work: BenchmarkTask):
-    """Shard layers first, then the other parameters. If layers share parameters, shard the complete model at once."""
+    """Train with sharded layers."""
     dist.init_process_group(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(work.device.type, (ranks,))
     model = work.model()
-    # A shared parameter must be in one group of shards, and both networks of a GAN run in one forward
+    # Shard layers first, then the other parameters. But a shared parameter must be in one group of shards, and both
+    # networks of a GAN run in one forward: then shard the complete model at once.
     for layer in [] if tied(model) or work.task == "gan" else model.children():
         if any(True for _ in layer.parameters()) and not isinstance(layer, nn.ModuleList | nn.ModuleDict):
             fully_shard(layer, mesh=mesh)

@@ -35,7 +35,8 @@ def train(work: BenchmarkTask):
 
 
 def _place(rank: int, ranks: int, server: str, port: str) -> dict[str, str]:
-    """Return horovodrun's variables for a rank, with one rank per host (horovod/runner/gloo_run.py:66 and 203)."""
+    """Return the variables that horovodrun sets for a rank, with one rank per host."""
+    # as in horovod/runner/gloo_run.py:66 and 203
     place = {"HOSTNAME": f"rank-{rank}", "RANK": rank, "SIZE": ranks, "CROSS_RANK": rank, "CROSS_SIZE": ranks}
     place |= {"LOCAL_RANK": 0, "LOCAL_SIZE": 1, "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo"}
     place |= {"GLOO_IFACE": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}

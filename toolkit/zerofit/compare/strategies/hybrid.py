@@ -1,4 +1,4 @@
-"""Train with hybrid parallelism: a pair of ranks shares one model, and the pairs divide the batch."""
+"""Train with hybrid parallelism: a pair of ranks shares one model, pairs divide the batch."""
 
 import torch.distributed as dist
 
@@ -10,7 +10,7 @@ STAGES = 2
 
 
 def train(work: BenchmarkTask):
-    """Train model parallel within a pair; average gradients with the ranks that have the same layers in other pairs."""
+    """Train model parallel within a pair, and data parallel across pairs."""
     dist.init_process_group(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if ranks % STAGES:
@@ -31,6 +31,7 @@ def train(work: BenchmarkTask):
             work.loss(stage(inputs), y).backward()
             assert inputs.grad is not None  # set by backward
             send(inputs.grad, rank - 1)
+        # Average with the ranks that have the same layers in other pairs.
         for gradient in gradients(stage):
             dist.all_reduce(gradient, group=peers)
             gradient.div_(pairs)

@@ -1,5 +1,6 @@
-"""Train naive model parallel: each rank keeps some layers; activations go to the next rank, gradients come back.
+"""Train naive model parallel: each rank keeps some layers.
 
+Activations go to the next rank, and gradients come back.
 The full batch passes through, so at any moment one rank works and the others wait. This saves memory, but no time.
 """
 
@@ -10,7 +11,7 @@ from zerofit.compare.tensor_p2p import gathered, receive, send
 
 
 def train(work: BenchmarkTask):
-    """Train the layers of this rank: receive activations, send the outputs on, and pass gradients back."""
+    """Train the layers of this rank."""
     dist.init_process_group(work.backend)
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     stage = work.stage(rank, last + 1)

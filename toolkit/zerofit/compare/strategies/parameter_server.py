@@ -1,6 +1,7 @@
-"""Train with a synchronous parameter server: workers push gradients, the server steps, workers pull weights.
+"""Train with a synchronous parameter server.
 
-The last process is the server. All traffic goes through the server. All-reduce avoids this bottleneck.
+Workers push gradients, the server steps, and workers pull weights. The last process is the server. All traffic goes
+through the server. All-reduce avoids this bottleneck.
 """
 
 import torch

@@ -1,7 +1,8 @@
-"""Train with an asynchronous parameter server, which applies each gradient as soon as it arrives.
+"""Train with an asynchronous parameter server.
 
-By then the server's weights may be newer than the weights from which the worker computed the gradient. A gradient's
-staleness is the number of steps that the server takes between the worker's pull and push.
+The server applies each gradient as soon as it arrives. By then the server's weights may be newer than the weights from
+which the worker computed the gradient. A gradient's staleness is the number of steps that the server takes between the
+worker's pull and push.
 """
 
 import torch
@@ -47,7 +48,7 @@ def serve(work: BenchmarkTask, workers: int):
 
 
 def push_and_pull(work: BenchmarkTask, server: int, last: int | None = None):
-    """Send gradients, each with the version of the weights used, until the batches end or version `last` arrives."""
+    """Send gradients with the version of their weights, until the end or version `last`."""
     model, version = work.model(), torch.zeros(1)
     dist.barrier()  # the clock starts when all are ready
     for x, y in work.batches(dist.get_rank(), server):

@@ -1,7 +1,8 @@
-"""Train with bounded staleness: a parameter server lets no worker get too many steps ahead of the slowest.
+"""Train with bounded staleness: no worker gets too many steps ahead of the slowest.
 
 Ho, Cipar, Cui and others (2013) call this method "stale synchronous parallel". With a bound of 0 all workers make the
-same number of steps. Without a bound, the server works like the one in `parameter_server_async`.
+same number of steps. Without a bound, the server works like the one in `parameter_server_async`. The workers run the
+same code.
 """
 
 import torch
@@ -14,14 +15,14 @@ from zerofit.compare.strategies.parameter_server_async import push_and_pull, run
 
 
 def train(work: BenchmarkTask, bound: int):
-    """Run a server, or one of its workers. The workers run the same code as those of `parameter_server_async`."""
+    """Run a server, or one of its workers."""
     dist.init_process_group("gloo")
     server = dist.get_world_size() - 1
     return serve(work, server, bound) if dist.get_rank() == server else push_and_pull(work, server)
 
 
 def serve(work: BenchmarkTask, workers: int, bound: int):
-    """Take a step for each gradient. Workers that are more than `bound` steps ahead wait for their weights."""
+    """Take a step for each gradient. Workers too many steps ahead wait for their weights."""
     model = work.model().cpu()
     optimizer = work.optimizer(model.parameters())
     optimizer.param_groups[0]["lr"] /= workers
@@ -37,6 +38,7 @@ def serve(work: BenchmarkTask, workers: int, bound: int):
         clocks[worker] += 1
         held.append(worker)
         weights = parameters_to_vector(model.parameters()).detach()
+        # The step of the slowest worker may release several waiting ones.
         for waiting in [w for w in held if clocks[w] - min(clocks) <= bound]:
             held.remove(waiting)
             dist.send(torch.cat([weights, torch.tensor([version + 1.0])]), waiting)

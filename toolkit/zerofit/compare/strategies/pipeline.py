@@ -1,4 +1,4 @@
-"""Train a pipeline (GPipe): layers on different ranks, with micro batches that keep all ranks busy."""
+"""Train a pipeline (GPipe): layers on different ranks, and micro batches that keep all busy."""
 
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -8,10 +8,11 @@ from zerofit.compare.tensor_p2p import gathered
 
 
 def train(work: BenchmarkTask):
-    """Train with two micro batches per stage. In the first and last micro batches some ranks are idle (the bubble)."""
+    """Train with two micro batches per stage."""
     dist.init_process_group(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    # Time goes right, F and B are forward and backward of a micro batch, dots are the bubble:
+    # In the first and last micro batches some ranks are idle (the bubble). Time goes right, F and B are forward and
+    # backward of a micro batch, dots are the bubble:
     #
     #     rank 0   F F F F . . B B B B
     #     rank 1   . F F F F B B B B .

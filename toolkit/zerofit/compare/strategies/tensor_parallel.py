@@ -1,4 +1,4 @@
-"""Train tensor parallel: each rank has some columns of every linear layer, and all process the same batch."""
+"""Train tensor parallel: each rank has the batch and some columns of every linear layer."""
 
 import torch.distributed as dist
 from torch import nn

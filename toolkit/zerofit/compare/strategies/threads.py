@@ -1,4 +1,4 @@
-"""Train data parallel in threads of one process, written by hand: like torch.nn.DataParallel, but for CPU cores.
+"""Train data parallel in threads of one process: torch.nn.DataParallel for CPU cores.
 
 torch releases the interpreter's lock while it computes, so kernels of threads run in parallel. Python code between
 kernels does not.

@@ -1,4 +1,4 @@
-"""Train with DeepSpeed: divide optimizer states (stage 1), gradients (2) and parameters (3), or offload states."""
+"""Train with DeepSpeed: divide optimizer states (stage 1), gradients (2), parameters (3)."""
 
 import deepspeed
 import torch.distributed as dist
@@ -13,7 +13,7 @@ def train(work: BenchmarkTask, stage: int, offload: bool = False):
     deepspeed.init_distributed(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     zero = {"stage": stage} | ({"offload_optimizer": {"device": "cpu"}} if offload else {})
-    # DeepSpeed would warn about torch's SGD or replace it, but all strategies must use the same SGD
+    # DeepSpeed would warn about torch's SGD or replace it, but all strategies must use the same SGD.
     config = {"train_micro_batch_size_per_gpu": work.job.global_batch // ranks, "zero_optimization": zero}
     config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     config["gradient_clipping"] = 0.0  # DeepSpeed's default is 1.0
