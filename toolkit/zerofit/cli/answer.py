@@ -1,4 +1,7 @@
-"""Print answers and errors of commands. With --json, the last line is JSON. Exit with 0, 1, 2, 3, 70, 75 or 130."""
+"""Answers and errors of commands: as lines or as JSON (--json), and with an exit code.
+
+The exit codes are 0, 1, 2, 3, 70, 75 and 130. With --json, the last line is one JSON object.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from zerofit.spec.files import cache_root
 from zerofit.spec.process import stop_requests
 
 BAD_INPUT, INTERNAL, STOPPED = 2, 70, 130  # in addition to those in zerofit.spec.errors
-ALSO = 3  # further places of the same problem that are named
+MAX_PLACES = 3  # further places of the same problem that are named
 
 
 class Result(Protocol):
@@ -55,7 +58,7 @@ def answer(work: Callable[[], R], as_json: bool, show: Callable[[R], None], inte
         except (UserError, DoesNotFit, ModelError, RunFailed, Stopped) as error:
             fail(problems_of(error), error.exit_code, as_json)
         except KeyboardInterrupt as request:
-            # the function raises KeyboardInterrupt with the run folder, if there is one
+            # The function raises KeyboardInterrupt with the run folder, if there is one.
             where = str(request)
             saved = where and any((Path(where) / "checkpoints").glob("step-*"))
             hint = "run the same command again to resume from the newest checkpoint" if saved else interrupted
@@ -68,7 +71,7 @@ def answer(work: Callable[[], R], as_json: bool, show: Callable[[R], None], inte
 
 
 def problems_of(error: Exception) -> list[Problem]:
-    """Return the problems that an error reports to the user, e.g. a missing extra; [] for a bug in zerofit."""
+    """Return the problems that an error reports to the user; [] for a bug in zerofit."""
     if isinstance(error, (UserError, DoesNotFit)):
         return list(error.problems)
     if isinstance(error, ModelError):
@@ -82,7 +85,7 @@ def problems_of(error: Exception) -> list[Problem]:
 @contextmanager
 def _stoppable() -> Iterator[None]:
     """Within the block, SIGTERM, SIGUSR1 and a closed terminal have the effect of Ctrl-C."""
-    # default_int_handler raises KeyboardInterrupt in the main thread, so that all blocks with cleanup run
+    # default_int_handler raises KeyboardInterrupt in the main thread, so that all blocks with cleanup run.
     former = {number: signal.signal(number, signal.default_int_handler) for number in stop_requests()}
     try:
         yield
@@ -98,7 +101,7 @@ def fail_internally(error: Exception, as_json: bool) -> NoReturn:
     """
     if missing := missing_extra(error):
         fail([missing], BAD_INPUT, as_json)
-    if why := _of_path(error):
+    if why := _path_error(error):
         hint = "check the permissions of this path and the free disk space, or use another path"
         fail([Problem(kind="path", message=why, hint=hint)], BAD_INPUT, as_json)
     message = f"zerofit failed: {type(error).__name__}: {error}"
@@ -111,7 +114,7 @@ def fail_internally(error: Exception, as_json: bool) -> NoReturn:
 REFUSED = ("ENAMETOOLONG", "ENOTDIR", "EISDIR", "ELOOP", "EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT", "EFBIG")
 
 
-def _of_path(error: Exception) -> str:
+def _path_error(error: Exception) -> str:
     """Return the system's message if the system refuses a path, else ""."""
     if isinstance(error, OSError) and errno.errorcode.get(error.errno or 0) in REFUSED and error.filename is not None:
         return f"cannot use {os.fsdecode(error.filename)}: {error.strerror}"
@@ -119,33 +122,36 @@ def _of_path(error: Exception) -> str:
 
 
 def _write_traceback(error: Exception) -> Path:
-    """Write the traceback into zerofit's cache, else into the temporary folder, else to standard error."""
+    """Write the command line and the traceback into a file, and return its path."""
     name = f"error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     text = f"{' '.join(sys.argv)}\n\n" + "".join(traceback.format_exception(error))
     for folder in (cache_root() / "errors", Path(tempfile.gettempdir())):
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            # Only the owner may read the file, because arguments can be secrets (--env NAME=VALUE).
             with open(folder / name, "w", encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
-                file.write(text)  # readable by the owner only: arguments can be secrets (--env NAME=VALUE)
+                file.write(text)
             return folder / name
         except OSError:
             continue
+    # Neither folder can be written, for example because the disk is full.
     sys.stderr.write(text)
     return Path("(above)")
 
 
 def fail(problems: list[Problem], code: int, as_json: bool) -> NoReturn:
-    """Print problems to standard error (with --json also on the last line of standard output), and exit."""
+    """Print problems to standard error, with --json also to standard output, and exit."""
+    # Problems that differ only in their place, such as the lines of a file that lack the same field, are one message.
     for _, alike in groupby(problems, lambda p: (p.kind, p.hint, p.message.replace(p.where, ""))):
         problem, *others = alike
-        # a requested stop is not an error
+        # A requested stop is not an error.
         label = "" if code in (Stopped.exit_code, STOPPED) else f"{style('error', fg='red', bold=True)}: "
         click.echo(f"{label}{problem.message}", err=True)
         if problem.where not in problem.message:
             click.echo(f"   at: {problem.where}", err=True)
-        if others and problem.where:  # e.g. the lines of a file that lack the same field
-            unnamed = " and more" if len(others) > ALSO else ""
-            click.echo(f" also: {', '.join(other.where for other in others[:ALSO])}{unnamed}", err=True)
+        if others and problem.where:
+            unnamed = " and more" if len(others) > MAX_PLACES else ""
+            click.echo(f" also: {', '.join(other.where for other in others[:MAX_PLACES])}{unnamed}", err=True)
         if problem.hint:
             click.echo(f"  try: {problem.hint}", err=True)
     if as_json:

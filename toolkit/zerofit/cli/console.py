@@ -1,4 +1,4 @@
-"""Print the answers of commands (tables, facts, verdicts), and show their events on standard error."""
+"""Answers of commands (tables, facts, verdicts), and their events on standard error."""
 
 from __future__ import annotations
 
@@ -39,25 +39,32 @@ STATUS_EVERY_S = 10.0  # seconds between status lines without a terminal
 PHASE_EVERY_S = 14.0  # seconds between lines of one phase
 TASK_EVERY_S = 5.0  # seconds between lines of one task
 STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
-NAMED = 4  # maximum number of hosts that a line names
+MAX_HOSTS = 4  # that a line names
 GAP = 2  # blanks between columns of a table
 WRAPPED = 40  # minimum width of the column that may wrap
 _UNIT = re.compile(r"(\d) ((?:[KMGT]i)?B\b|s\b|%)")  # a figure and its unit stay on one line
 
 
 class SafeConsole(Console):
-    """A console that prints control characters as visible text; styles and live lines still work."""
+    """A console that prints control characters as visible text."""
 
+    # Styles and live lines still work.
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
-        # rich has no hook for the text that it writes; this method is the last place where text and styles are still
+        # rich has no hook for the text that it writes. This method is the last place where text and styles are still
         # apart. Control segments move the cursor for live lines and have no text of others.
         plain = (segment if segment.control else Segment(visible(segment.text), segment.style) for segment in buffer)
         return SafeText(super()._render_buffer(plain))
 
 
 def out() -> Console:
-    """Return the console for answers. Text is never parsed as markup: "[batch, seq]" stays unchanged."""
+    """Return the console for answers."""
+    # Text is never parsed as markup: "[batch, seq]" stays unchanged.
     return SafeConsole(markup=False, highlight=False)
+
+
+def err() -> Console:
+    """Return the console for standard error, which gets all output except answers."""
+    return SafeConsole(stderr=True, markup=False, highlight=False)
 
 
 def fitting_table(
@@ -68,28 +75,21 @@ def fitting_table(
     wraps: str,
     styles: Sequence[str | None] | None = None,
 ) -> Table:
-    """Return a table that is at most as wide as the console. Columns are left out; cells are not shortened.
+    """Return a table that is at most as wide as the console.
 
-    Columns that are "-" in all rows are always left out. If the table is too wide, more columns are removed in this
-    order until the rest fits:
-
-    1. columns that are not in `keep`
-    2. columns in `keep` after the fourth, the last one first
-    3. if the column named `wraps` has a long word: the fourth, third and second column in `keep`, but never `wraps`
-
-    The text of the column named `wraps` may take several lines. `styles`: a style for each row.
+    Columns are left out, since rich would cut cells: first those that are "-" in all rows, then those that are not in
+    `keep`, then those of `keep` from its end, except the first four. If the column named `wraps`, whose text may take
+    several lines, has a long word, three of these four may go, too. `styles`: a style for each row.
     """
-    # Problem: a table has more columns than a terminal of 80 columns can show, and rich would cut its cells.
-    # 1. Measure each column by its longest cell. The column that may wrap counts at most WRAPPED letters, but never
-    #    less than its longest word.
-    # 2. Order the columns that may go, the least important first.
-    # 3. Remove columns in this order until the rest fits.
     names = [name for name in rows[0] if name in ("", wraps) or any(row[name] != "-" for row in rows)]
+    # Measure each column by its longest cell. The column that may wrap counts at most WRAPPED letters, but never less
+    # than its longest word.
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}
-    words = max(len(word) for row in rows for word in (wraps, *row[wraps].split()))
-    widths[wraps] = max(words, min(widths[wraps], WRAPPED))
+    longest_word = max(len(word) for row in rows for word in (wraps, *row[wraps].split()))
+    widths[wraps] = max(longest_word, min(widths[wraps], WRAPPED))
+    # Order the columns that may go, the least important first, and remove them until the rest fits.
     expendable = [name for name in names if name not in keep] + [name for name in keep[:3:-1] if name in names]
-    if words > WRAPPED // 2:  # a line break cannot make a word narrower
+    if longest_word > WRAPPED // 2:  # a line break cannot make a word narrower
         expendable += [name for name in keep[3:0:-1] if name in names and name != wraps]
     while sum(widths[name] + GAP for name in names) - GAP > console.width and expendable:
         names.remove(expendable.pop(0))
@@ -104,12 +104,12 @@ def fitting_table(
 def print_facts(
     console: Console, facts: Iterable[tuple[str, str]], indent: int = 14, hang: int = 0, style: str | None = None
 ) -> None:
-    """Print one line per fact, with the label first. Long lines wrap between words, indented by `hang` more columns.
+    """Print one line per fact, with the label first.
 
-    Words that are wider than the console are not cut, and a figure stays on one line with its unit.
+    Long lines wrap between words, indented by `hang` more columns. A figure stays on one line with its unit.
     """
     for label, text in facts:
-        # soft_wrap: rich would break words that are wider than the console, such as paths, so nobody could copy them
+        # soft_wrap: rich would break words that are wider than the console, such as paths, so nobody could copy them.
         console.print(_wrapped(console, label, text, indent, hang), soft_wrap=True, style=style, markup=False)
 
 
@@ -127,9 +127,10 @@ def _wrapped(console: Console, label: str, text: str, indent: int, hang: int) ->
 
 
 def print_next(console: Console, commands: Iterable[Sequence[str]]) -> None:
-    """Print the commands to run next, one per line. A long command continues after a backslash, so it can be copied."""
+    """Print the commands to run next, one per line."""
     console.print("next")
     for words in commands:
+        # A long command continues after a backslash, so it can be copied. No line break within a quoted word.
         joined = " ".join(shlex.quote(word).replace(" ", "\N{NO-BREAK SPACE}") for word in words)
         lines = textwrap.wrap(joined, max(console.width - 6, 20), break_long_words=False, break_on_hyphens=False)
         console.print("  " + " \\\n    ".join(lines).replace("\N{NO-BREAK SPACE}", " "), soft_wrap=True)
@@ -145,22 +146,18 @@ def print_verdict(console: Console, verdict: str, text: str, good: bool = True) 
 def stage_table(console: Console, stages: Sequence[Mapping[str, Any]]) -> Table:
     """Return a table of the pipeline's stages, with their ranks and layers."""
     rows = []
-    for row in stages:
-        first, last = row["ranks"][0], row["ranks"][-1]
+    for stage in stages:
+        first, last = stage["ranks"][0], stage["ranks"][-1]
         ranks = str(first) if first == last else f"{first}-{last}"
-        parts = (f"{len(names)}: " + " .. ".join(dict.fromkeys((names[0], names[-1]))) for names in row["parts"])
-        cells = {"stage": str(row["stage"]), "ranks": ranks, "layers": "\n".join(parts)}
-        rows.append({**cells, "parameters": f"{row['parameters']:,}"})
+        # A stage of DualPipeV has two parts of the layers: a line each, with the first and the last layer's name.
+        parts = (f"{len(names)}: " + " .. ".join(dict.fromkeys((names[0], names[-1]))) for names in stage["parts"])
+        cells = {"stage": str(stage["stage"]), "ranks": ranks, "layers": "\n".join(parts)}
+        rows.append({**cells, "parameters": f"{stage['parameters']:,}"})
     return fitting_table(console, rows, ("parameters",), tuple(rows[0]), "layers")
 
 
-def err() -> Console:
-    """Return the console for standard error, which gets all output except answers."""
-    return SafeConsole(stderr=True, markup=False, highlight=False)
-
-
 class EventConsole:
-    """Shows events on standard error: a live line, bars and lasting lines at a terminal, plain lines elsewhere."""
+    """Shows events on standard error: live lines and bars at a terminal, plain lines elsewhere."""
 
     def __init__(self, log_every: int = 10) -> None:
         self.console = err()
@@ -250,8 +247,7 @@ class EventConsole:
             self.say(text)
 
     def _show_phase(self, text: str) -> None:
-        """Show a phase. Without a terminal, print a new phase at once, and repeat it every PHASE_EVERY_S seconds."""
-        # A log file gets a line only for a new phase or after PHASE_EVERY_S: phases report their seconds every second.
+        # Phases report their seconds every second. A log file gets a line only for a new phase, or after PHASE_EVERY_S.
         self._update(description=text)
         if not self.live and (_topic(text) != self._phase or time.monotonic() - self._phase_shown_s > PHASE_EVERY_S):
             self._phase, self._phase_shown_s = _topic(text), time.monotonic()
@@ -264,6 +260,7 @@ class EventConsole:
         self._ranks = _topic(text)
 
     def _show_task(self, event: Event) -> None:
+        """Show a download or another task with an amount, until it ends."""
         if not self.live:
             if event.text not in self._tasks:
                 self._tasks[event.text] = _PlainTask(event)
@@ -298,6 +295,8 @@ def _topic(text: str) -> str:
 
 
 class _PlainTask:
+    """The lines about a task without a terminal: at its start, sometimes on the way, at its end."""
+
     def __init__(self, event: Event) -> None:
         self._started_s = self._shown_s = time.monotonic()
         of = f" ({_amount(event.total, event.unit)})" if event.total else ""
@@ -318,12 +317,14 @@ class _PlainTask:
 
 
 class _IfTotal(ProgressColumn):
+    """A column that is empty for tasks without an amount."""
+
     def __init__(self, column: ProgressColumn) -> None:
         super().__init__()
         self._column = column
 
     def render(self, task: Task) -> object:  # type: ignore[override]
-        # for a task without an amount, rich would show "-:--:--" and an empty bar
+        # rich would show "-:--:--" and an empty bar
         return self._column(task) if task.fields["unit"] else Text("")
 
 
@@ -341,11 +342,12 @@ class _Amount(ProgressColumn):
 
 
 def _step_line(event: Event) -> str:
-    """Return "step 7 of 90, 3:05 left: loss ..."; the remaining time is estimated from this step's duration."""
+    """Return a line such as "step 7 of 90, 3:05 left: loss ..."."""
     step, _, figures = event.text.partition(": ")
     seconds = event.data.get("step_s")
     if event.total:
         step += f" of {event.total}"
+    # The remaining steps are expected to take as long as this one.
     if event.total and seconds is not None:
         remaining = timedelta(seconds=round(seconds * (event.total - event.done)))
         step += f", {str(remaining).removeprefix('0:').removeprefix('0')} left"
@@ -357,24 +359,20 @@ def _amount(n: int, unit: str) -> str:
 
 
 def show_checks(checks: Sequence[Check], hosts: int, console: Console) -> None:
-    """Print the findings, the worst first, with their fixes. `hosts` is the number of examined hosts."""
-    groups = _grouped(checks)
-    indent = 2 + max((len(f"{same[0].status:4} {same[0].name}") for same in groups), default=0)
-    for same in groups:
-        first = same[0]
-        names = [check.host for check in same]
-        others = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        where = f"all {hosts} hosts" if len(names) == hosts else ", ".join(names[:NAMED]) + others
+    """Print the findings on `hosts` hosts, the worst first, with their fixes."""
+    groups: dict[tuple[str, ...], list[Check]] = {}
+    for check in checks:
+        groups.setdefault((check.status, check.name, check.value, check.hint), []).append(check)
+    # One line for all hosts with the same finding. Equally bad findings keep their order.
+    worst = (FAIL, WARN, OK)
+    ordered = sorted(groups.values(), key=lambda group: worst.index(group[0].status))
+    indent = 2 + max((len(f"{group[0].status:4} {group[0].name}") for group in ordered), default=0)
+    for group in ordered:
+        first = group[0]
+        names = [check.host for check in group]
+        others = f" and {len(names) - MAX_HOSTS} more" if len(names) > MAX_HOSTS else ""
+        where = f"all {hosts} hosts" if len(names) == hosts else ", ".join(names[:MAX_HOSTS]) + others
         expected = f" (expected: {first.expected})" if first.expected and first.status != OK else ""
         text = first.value + expected + (f"; on {where}" if hosts > 1 else "")
         print_facts(console, [(f"{first.status:4} {first.name}", text)], indent, style=STYLES[first.status])
         print_facts(console, [("", f"try: {first.hint}")] if first.hint else [], indent)
-
-
-def _grouped(checks: Sequence[Check]) -> list[list[Check]]:
-    """Group checks that have the same finding, worst first. Equally bad groups keep their order."""
-    groups: dict[tuple[str, ...], list[Check]] = {}
-    for check in checks:
-        groups.setdefault((check.status, check.name, check.value, check.hint), []).append(check)
-    worst = (FAIL, WARN, OK)
-    return sorted(groups.values(), key=lambda same: worst.index(same[0].status))

@@ -65,7 +65,7 @@ WORK = {
     "storage": {"metavar": "SIZE", "help": "bytes per second at which all ranks together write checkpoints"},
     "timed_by": {"type": PATH, "help": "use the save and start times measured in this run folder"},
 }
-OWN_PINS = (
+PLAN_PINS = (  # options of the layout that a run does not have
     *("zero_stage", "offload", "offload_param", "pin_memory", "overlap_comm"),
     *("liger_kernel", "tensor_sequence_parallel", "cpu_threads"),
 )
@@ -89,7 +89,7 @@ ENGINE_HELP = "engines whose layouts are ranked: deepspeed, fsdp2 (Accelerate), 
 PRECISION_HELP = f"{DEFAULT_PRECISION}; with --profile, the profile's precision"
 
 
-# The options that the answer to --serve, --method or --methods does not read, but those of the table
+# The options that only the table of layouts uses, not the answer to --serve, --method or --methods
 UNREAD = {
     "serve": (
         *("method", "methods", "write", "image", "profile", "tuned", "measured", "from_trace", "maximum", "minimum"),
@@ -189,13 +189,13 @@ def plan(ctx: click.Context, model: str | None, as_json: bool, **options: Any) -
 
 
 def refuse_unread(ctx: click.Context) -> None:
-    """Show the given options that the answer does not read, and exit."""
-    asked = next((name for name in UNREAD if ctx.params[name]), None)
-    unread, problems = UNREAD[asked] if asked else ("rollout",), Problems()
+    """Show the given options that the answer does not use, and exit."""
+    mode = next((name for name in UNREAD if ctx.params[name]), None)
+    unread, problems = UNREAD[mode] if mode else ("rollout",), Problems()
     for parameter in ctx.command.params:
         if parameter.name in unread and ctx.get_parameter_source(parameter.name) == ParameterSource.COMMANDLINE:
             flag = parameter.opts[-1]
-            message = f"plan --{asked} does not read {flag}" if asked else f"{flag} needs --serve or --method"
+            message = f"plan --{mode} does not read {flag}" if mode else f"{flag} needs --serve or --method"
             problems.add("usage", message, f"remove {flag}", flag)
     try:
         problems.raise_if_any()
@@ -207,11 +207,9 @@ def _compare(model: str | None, options: dict[str, object], methods: str) -> Met
     from zerofit.app.planning.training_methods import compare_methods, read_methods
 
     request, kinds = _read_request(model, options)
-    if len(kinds) > 1:
-        message = "--methods supports only one kind of machine"
-        raise UserError(Problem(kind="usage", message=message, hint="name one kind", where="--gpu"))
+    kind = _only_kind(kinds, "--methods")
     with EventConsole() as console:
-        return compare_methods(request, read_methods(methods), kinds[0], on_event=console)
+        return compare_methods(request, read_methods(methods), kind, on_event=console)
 
 
 def _serve(model: str | None, options: dict[str, Any]) -> ServingPlan:
@@ -219,7 +217,7 @@ def _serve(model: str | None, options: dict[str, Any]) -> ServingPlan:
 
     refuse_page(options["html"])
     kind = _only_kind(clusters(**{name: options[name] for name in ("kinds", *HARDWARE)}), "--serve")
-    pins = given({name: options[name] for name in (*RUN_FIELDS, *OWN_PINS, "precision")})
+    pins = given({name: options[name] for name in (*RUN_FIELDS, *PLAN_PINS, "precision")})
     plan = serve(model, kind, pins, options["rollout"] or {})
     write_page(plan.to_dict(), options["html"])
     return plan
@@ -268,7 +266,7 @@ def _read_request(model: str | None, options: dict[str, Any]) -> tuple[PlanningR
     from zerofit.app.planning.request import PlanningRequest
 
     problems = Problems()
-    pins: Any = given({name: options[name] for name in (*RUN_FIELDS, *OWN_PINS, "precision")})
+    pins: Any = given({name: options[name] for name in (*RUN_FIELDS, *PLAN_PINS, "precision")})
     arguments = {
         name: options[name]
         for name in (

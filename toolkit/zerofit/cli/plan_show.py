@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from zerofit.app.planning.largest_fit import LargestFit
     from zerofit.app.planning.plan import Plan
     from zerofit.app.planning.training_methods import MethodComparison
-    from zerofit.plan.fit import Fit
     from zerofit.plan.layout import PlannedLayout
     from zerofit.plan.outlook import Outlook
+    from zerofit.spec.cluster import Cluster
 
-LINES = 8  # of reasons
-ANY = 1000  # wider than any table, in columns
+MAX_REASONS = 8  # why layouts do not fit
+ANY_WIDTH = 1000  # wider than any table, in columns
 RIGHT = ("", "memory", "margin", "host", "NVMe", "step", "tokens/s", "images/s", "MFU", "hours", "GPU hours", "cost")
 # columns by importance: a narrow terminal shows only the first columns
 KEEP = ("", "layout", "memory", "step", "tokens/s", "images/s", "cost", "hours", "MFU", "margin", "host", "NVMe")
@@ -44,7 +44,9 @@ def show(plan: Plan, mesh: bool, details: bool, columns: Sequence[str] = ()) -> 
     """
     console, result = out(), plan.result
     word = ("FITS", "bold green") if result.layouts else ("NOTHING FITS", "bold red")
-    console.print(Text.assemble(word, "  ", _title(result)))
+    where = f"{_machines(result.cluster)} ({shown_bytes(result.cluster.device.memory_bytes)})"
+    title = f"{result.fitting:,} of {counted(result.considered, 'layout')} on {where}"
+    console.print(Text.assemble(word, "  ", title))
     print_facts(console, _assumptions(plan))
     if plan.boxes:
         console.print(_boxes(console, plan.boxes))
@@ -55,7 +57,8 @@ def show(plan: Plan, mesh: bool, details: bool, columns: Sequence[str] = ()) -> 
         rows = [_row(number, layout) for number, layout in enumerate(listed, start=1)]
         console.print()
         styles = ["red" if layout.fit.exceeded else None for layout in listed]
-        keep = MISFIT if result.misfits else KEEP  # the first columns of these layouts show what is missing
+        # Of layouts that do not fit, the first columns show what is missing.
+        keep = MISFIT if result.misfits else KEEP
         if columns:
             keep = ("", "layout", *columns)
             rows = [{name: row.get(name, "-") for name in keep} for row in rows]
@@ -64,7 +67,7 @@ def show(plan: Plan, mesh: bool, details: bool, columns: Sequence[str] = ()) -> 
         printed = {str(column.header) for column in table.columns}
         left_out = [name for name in keep if name not in printed and any(row.get(name, "-") != "-" for row in rows)]
         console.print()
-        print_facts(console, [("layouts", _terms(listed))])
+        print_facts(console, [("layouts", _abbreviations(listed))])
         if left_out:
             how = "in a wider terminal" if columns else "in a wider terminal, or with --columns"
             print_facts(console, [("more columns", f"{', '.join(left_out)} {how}")])
@@ -75,15 +78,24 @@ def show(plan: Plan, mesh: bool, details: bool, columns: Sequence[str] = ()) -> 
         if stages := planned_stages(plan.profile, best):
             console.print(stage_table(console, [asdict(stage) for stage in stages]))
     print_facts(console, _close(result))
-    print_facts(console, _rejected(result, details))
+    for rejection in result.rejections[:MAX_REASONS] if details else ():
+        nearest = f"{rejection.count:,}; the nearest is {rejection.layout or '-'}: {rejection.message}"
+        print_facts(console, [("rejected", f"{nearest}; {rejection.hint}" if rejection.hint else nearest)])
 
 
 def _close(result: PlanResult) -> Iterator[tuple[str, str]]:
+    """Yield facts about the fastest layout that is close to the limit."""
     for row in result.close[:1]:
-        room = row.fit.device_available_bytes - row.memory.peak_bytes
+        free = row.fit.device_available_bytes - row.memory.peak_bytes
         yield "close", f"{row.layout} ({row.step_s:.3g} s/step) is {CLOSE}"
-        yield "", f"{shown_bytes(room)} free at its peak, less than the margin of {shown_bytes(row.fit.margin_bytes)}"
+        yield "", f"{shown_bytes(free)} free at its peak, less than the margin of {shown_bytes(row.fit.margin_bytes)}"
         yield "", f"--confirm {len(result.close)} simulates it"
+
+
+def _machines(cluster: Cluster) -> str:
+    """Return a cluster in words, such as "2 x 8 x H100": nodes and devices per node."""
+    nodes = f"{cluster.nodes} x " if cluster.nodes > 1 else ""
+    return f"{nodes}{cluster.gpus} x {cluster.label}"
 
 
 def show_end(plan: Plan, details: bool) -> None:
@@ -94,13 +106,6 @@ def show_end(plan: Plan, details: bool) -> None:
     if not details:
         files = "" if plan.written else "configuration files: --write FOLDER    "
         print_facts(console, [("details", f"--details    {files}--json")])
-
-
-def _title(result: PlanResult) -> str:
-    cluster = result.cluster
-    nodes = f"{cluster.nodes} x " if cluster.nodes > 1 else ""
-    where = f"{nodes}{cluster.gpus} x {cluster.label} ({shown_bytes(cluster.device.memory_bytes)})"
-    return f"{result.fitting:,} of {counted(result.considered, 'layout')} on {where}"
 
 
 def _assumptions(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -127,7 +132,7 @@ def _best(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
     result = plan.result
     best = result.layouts[0]
     memory, layout = best.memory, best.layout
-    # leave out parts below 1 % of the peak
+    # Leave out parts below 1 % of the peak, and below 0.5 % of the step.
     parts = sorted(memory.breakdown.items(), key=lambda item: -item[1])
     parts = [(kind, size) for kind, size in parts if size >= 0.01 * memory.peak_bytes]
     kinds = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in parts[: None if details else 3])
@@ -138,36 +143,39 @@ def _best(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
     }
     times = sorted(seconds.items(), key=lambda item: -item[1])
     shares = ", ".join(f"{name} {s / best.step_s:.0%}" for name, s in times[:5])
-    span = ""
+    interval = ""
     if best.errors and best.errors.low < best.errors.high:
         what, figures, low, high, narrower = best.errors
-        span = f", {low * best.step_s:.3g} to {high * best.step_s:.3g} s in 8 of 10 runs"
-        span += f" (from {figures} published figures: {what}; `{narrower}` narrows the interval)" if details else ""
+        interval = f", {low * best.step_s:.3g} to {high * best.step_s:.3g} s in 8 of 10 runs"
+        if details:
+            interval += f" (from {figures} published figures: {what}; `{narrower}` narrows the interval)"
     yield "layout 1", f"peak memory in {memory.peak_phase}: {kinds}"
-    yield "", f"step time: {shares}{span}"
+    yield "", f"step time: {shares}{interval}"
     overlap = "with" if layout.overlap else "without"
-    what = f"buckets of {layout.bucket:,} elements, {overlap} overlap_comm"
+    storage = f"buckets of {layout.bucket:,} elements, {overlap} overlap_comm"
+    # FSDP2 and torchtitan exchange layers, not buckets.
     if layout.by_layer:
-        what = f"{'bf16' if layout.weight_bytes == 2 else 'float32'} weights and moments"
-    yield "", f"{layout.optimizer}, {what}"
+        storage = f"{'bf16' if layout.weight_bytes == 2 else 'float32'} weights and moments"
+    yield "", f"{layout.optimizer}, {storage}"
     yield from _outlook(best.outlook) if best.outlook else ()
     if result.plainest:
         slower = best.samples_per_s / result.layouts[result.plainest].samples_per_s - 1
-        much = f"forecast {slower:.0%} slower" if slower >= 0.005 else "forecast less than 1% slower"
-        yield "simplest", f"layout {result.plainest + 1}, about as fast ({much})"
+        share = f"{slower:.0%}" if slower >= 0.005 else "less than 1%"
+        yield "simplest", f"layout {result.plainest + 1}, about as fast (forecast {share} slower)"
     if details and len(result.layouts) < min(plan.request.top, result.fitting):
         yield "table", f"{len(result.layouts)} layouts, each with its fastest bucket size and overlap_comm"
 
 
 def _print_mesh(console: Console, layout: PlannedLayout) -> None:
-    """Print the mesh: a line for each pipeline stage, data rank and sequence rank, with its tensor ranks."""
+    """Print the mesh of ranks of a layout."""
+    # A row is a pipeline stage, a column a data or sequence rank, and a cell has its tensor ranks.
     titles, *rows = mesh_table(Layout(**{axis: getattr(layout, axis) for axis in AXES}))
     table = Table(*titles, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
     console.print(f"\nlayout 1, {counted(layout.world_size, 'rank')}")
-    # a mesh has one column per data rank; if the console is too narrow, each stage gets its own lines
-    if console.measure(table, options=console.options.update(width=ANY)).maximum <= console.width:
+    # If the console is too narrow for the columns, each stage gets its own lines.
+    if console.measure(table, options=console.options.update(width=ANY_WIDTH)).maximum <= console.width:
         console.print(table)
         return
     for first, *cells in rows:
@@ -180,11 +188,15 @@ def _row(number: int, ranked: RankedLayout) -> dict[str, str]:
     micro = f"micro batch {layout.micro_batch}"
     words = str(layout).replace(micro, f"{micro} x {layout.accumulation}").replace(":cpu", "")
     speed = "tokens/s" if ranked.tokens_per_s else "images/s"
+    margin = shown_bytes(ranked.fit.margin_bytes)
+    if ranked.fit.exceeded:
+        place = "" if ranked.fit.exceeded == "device" else f" {ranked.fit.exceeded}"
+        margin = f"lacks {shown_bytes(ranked.fit.lacking_bytes)}{place}"
     return {
         "": "-" if ranked.fit.exceeded else str(number),
         "layout": words,
         "memory": shown_bytes(memory.peak_bytes),
-        "margin": _lacks(ranked.fit) if ranked.fit.exceeded else shown_bytes(ranked.fit.margin_bytes),
+        "margin": margin,
         "host": shown_bytes(memory.host_bytes) if memory.host_bytes else "-",
         "NVMe": shown_bytes(memory.nvme_bytes) if memory.nvme_bytes else "-",
         "step": f"{f'{ranked.step_s:#.3g}'.rstrip('.')} s",
@@ -196,30 +208,25 @@ def _row(number: int, ranked: RankedLayout) -> dict[str, str]:
     }
 
 
-def _terms(shown: Sequence[RankedLayout]) -> str:
+def _abbreviations(shown: Sequence[RankedLayout]) -> str:
+    """Return the meanings of the abbreviations in these layouts."""
     degrees = {"dp": "data parallel ranks", "tp": "tensor parallel ranks", "pp": "pipeline stages"}
     degrees |= {"sp": "sequence parallel ranks", "ep": "expert parallel ranks"}
     used = [f"{name}: {words}" for name, words in degrees.items() if any(getattr(r.layout, name) > 1 for r in shown)]
     return "; ".join([*([", ".join(used)] if used else []), "micro batch: samples x accumulation steps"])
 
 
-def _rejected(result: PlanResult, details: bool) -> Iterator[tuple[str, str]]:
-    for rejection in result.rejections[:LINES] if details else ():
-        near = f"{rejection.count:,}; the nearest is {rejection.layout or '-'}: {rejection.message}"
-        yield "rejected", f"{near}; {rejection.hint}" if rejection.hint else near
-
-
 def _files(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
     for path in plan.written:
         yield "written", str(path)
     if plan.written:
-        started = {
+        chosen = plan.chosen or 0
+        next_steps = {
             "deepspeed": "fill in `data` in run.yaml, as its comment explains",
             "fsdp2": f"accelerate launch --config_file {plan.written[-1]} SCRIPT",
             "torchtitan": f"bash {plan.written[-1]} --hf_assets_path FOLDER",
         }
-        words = started[plan.layouts[plan.chosen or 0].layout.engine]
-        yield "", f"layout {(plan.chosen or 0) + 1}; {words}"
+        yield "", f"layout {chosen + 1}; {next_steps[plan.layouts[chosen].layout.engine]}"
     if plan.traced:
         words = f"layout {plan.shown + 1}" if plan.layouts else "the first layout, which does not fit"
         yield "trace", f"{plan.traced}, a step of {words} (opens in https://ui.perfetto.dev)"
@@ -228,6 +235,7 @@ def _files(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
 
 
 def _outlook(outlook: Outlook) -> Iterator[tuple[str, str]]:
+    """Yield facts about the full training: its time, price, and what saving and failures cost."""
     goodput = outlook.goodput
     if outlook.hours is not None and outlook.train_h is not None:
         span = f" ({_hours(outlook.hours_range[0])} to {_hours(outlook.hours_range[1])})" if outlook.hours_range else ""
@@ -256,25 +264,19 @@ def _time(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def _lacks(fit: Fit) -> str:
-    place = "" if fit.exceeded == "device" else f" {fit.exceeded}"
-    return f"lacks {shown_bytes(fit.lacking_bytes)}{place}"
-
-
 def _nearest(plan: Plan) -> Iterator[tuple[str, str]]:
-    near = plan.result.nearest
-    if near:
-        yield "nearest", f"{near.layout}: {near.message}" + (f"; {near.hint}" if near.hint else "")
+    """Yield facts about the layout that nearly fits, and about what would make one fit."""
+    nearest = plan.result.nearest
+    if nearest:
+        yield "nearest", f"{nearest.layout}: {nearest.message}" + (f"; {nearest.hint}" if nearest.hint else "")
     for remedy in plan.remedies:
         yield ("would fit" if "are not enough" not in remedy else ""), str(remedy)
 
 
 def show_methods(comparison: MethodComparison) -> None:
     """Print one row for each way to train the model."""
-    cluster, first = comparison.cluster, comparison.rows[0].plan.profile
-    nodes = f"{cluster.nodes} x " if cluster.nodes > 1 else ""
-    console = out()
-    console.print(f"{first.model} on {nodes}{cluster.gpus} x {cluster.label}", style="bold")
+    console, first = out(), comparison.rows[0].plan.profile
+    console.print(f"{first.model} on {_machines(comparison.cluster)}", style="bold")
     fastest = f"fastest at {first.seq_len} tokens" if first.seq_len else "fastest"
     table = []
     for row in comparison.rows:
@@ -302,14 +304,13 @@ def _longest(answer: LargestFit | None) -> str:
 
 
 def _boxes(console: Console, boxes: Sequence[Plan]) -> Table:
+    """Return a table of the fastest layout of each kind of machine."""
     rows = []
     for box in boxes:
-        cluster, best = box.cluster, box.result.layouts[0] if box.result.layouts else None
-        nodes = f"{cluster.nodes} x " if cluster.nodes > 1 else ""
-        row = _row(1, best) if best else {}
+        row = _row(1, box.result.layouts[0]) if box.result.layouts else {}
         rows.append(
             {
-                "machines": f"{nodes}{cluster.gpus} x {cluster.label}",
+                "machines": _machines(box.cluster),
                 "fastest layout": row.get("layout", f"nothing fits; {'; '.join(box.remedies)}"),
                 "tokens/s": row.get("tokens/s", "-"),
                 "images/s": row.get("images/s", "-"),

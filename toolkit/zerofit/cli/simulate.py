@@ -45,9 +45,9 @@ RUN_FIELDS = (
     *PART_FIELDS,
     *("pretrained", "label_smoothing", "mixup", "cutmix", "image_sizes", "sync_batch_norm", "ema"),
 )
-SCRIPT = "zerofit.script"  # words after --, in click's context
+SCRIPT = "zerofit.script"  # key in click's context for the words after --
 RELEASES = {"deepspeed": "deepspeed_version", "transformers": "transformers_version"}  # package -> option
-PLACES = {name: f"--{field.replace('_', '-')}" for name, field in RELEASES.items()}
+RELEASE_FLAGS = {name: f"--{field.replace('_', '-')}" for name, field in RELEASES.items()}
 FAIL_ABOVE = 0.01
 FAIL_HELP = "exit with 1 if the peak grows by more than this, or the run no longer fits [1%]"
 SNAPSHOT_HELP = "write a memory snapshot in torch's format, for memory_viz and `zerofit explain` (implies --exact)"
@@ -57,17 +57,17 @@ TRACE_HELP = "write the timeline of a step, in Chrome trace format for Perfetto 
 
 
 class CommandAfterDashes(click.Command):
-    """A command that accepts another program's command line after `--` and stores it in `ctx.meta[SCRIPT]`."""
+    """A command that accepts another program's command line after `--`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Move the arguments after the first `--` into `ctx.meta[SCRIPT]` (None without `--`)."""
-        # click would remove the dashes and read the script's own options
+        # click would remove the dashes and read the script's own options.
         cut = args.index("--") if "--" in args else len(args)
         ctx.meta[SCRIPT] = args[cut + 1 :] if cut < len(args) else None
         return super().parse_args(ctx, args[:cut])
 
 
-def _share(context: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
+def _percentage(context: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
     """Return 0.01 for "1%". Raises BadParameter if the value is not a percentage."""
     if value is None:
         return None
@@ -102,7 +102,7 @@ def _share(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option("--trace", type=PATH, help=TRACE_HELP)
 @click.option("--snapshot", type=PATH, help=SNAPSHOT_HELP)
 @click.option("--baseline", type=PATH, help="print how much memory was added since this earlier output of --json")
-@click.option("--fail-above", callback=_share, metavar="PERCENT", help=FAIL_HELP)
+@click.option("--fail-above", callback=_percentage, metavar="PERCENT", help=FAIL_HELP)
 @run_options(RUN_FIELDS)
 @TRUST_MODEL_CODE
 @AS_JSON
@@ -125,21 +125,22 @@ def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: A
     def work() -> Simulation:
         releases = {name: options[field] for name, field in RELEASES.items() if options[field]}
         with EventConsole() as console:
-            rerun_with(releases, PLACES, Reporter(console), own=words is None)
+            # With other releases, this process is replaced by one that imports them.
+            rerun_with(releases, RELEASE_FLAGS, Reporter(console), own=words is None)
         options["base"] = _read_baseline(options)
         refuse_page(options["html"])
         if options["write_config"]:
-            _refuse_place(options["write_config"], options["knobs"])
+            _refuse_config_file(options["write_config"], options["knobs"])
         try:
             if words is not None:
-                result = _script(ctx, words, as_json, options)
+                result = _simulate_script(ctx, words, as_json, options)
             else:
-                result = _simulate(_named(target, options["longest"]), as_json, options)
-        # an older or newer release may lack what the simulator needs; without these options it is a bug of zerofit
+                result = _simulate_run(_named(target, options["longest"]), as_json, options)
+        # An older or newer release may lack what the simulator needs. Without these options it is a bug of zerofit.
         except (RuntimeError, ImportError, AttributeError) as error:
             if not releases:
                 raise
-            raise UserError(_unknown_release(releases, error)) from error
+            raise UserError(_release_problem(releases, error)) from error
         write_page(replace(result, with_timeline=True).to_dict(), options["html"])
         return replace(result, with_timeline=options["details"])
 
@@ -151,7 +152,7 @@ def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: A
 
 
 def _read_baseline(options: dict[str, Any]) -> dict[str, object] | None:
-    """Return the simulation to compare with; None without --baseline. Raises UserError before any work."""
+    """Return the simulation to compare with; None without --baseline. Raises UserError."""
     if options["baseline"] is None:
         if options["fail_above"] is not None:
             hint = "pass the output of --json from before the change"
@@ -163,7 +164,7 @@ def _read_baseline(options: dict[str, Any]) -> dict[str, object] | None:
     return read_baseline(options["baseline"])
 
 
-def _refuse_place(path: Path, knobs: bool) -> None:
+def _refuse_config_file(path: Path, knobs: bool) -> None:
     """Raise UserError if --write-config cannot work because of its path or of --no-knobs."""
     problems = Problems()
     if path.exists():
@@ -177,8 +178,9 @@ def _refuse_place(path: Path, knobs: bool) -> None:
 
 
 def _write_config(result: Simulation, path: Path) -> None:
-    """Write the DeepSpeed JSON (or other file) of the change that fits and costs the least speed."""
+    """Write the configuration file of the change that fits and costs the least speed."""
     fitting = [row for row in result.tried if row.fits and (row.config or row.file)]
+    # A DeepSpeed JSON comes before a file of Accelerate or FSDP.
     best = min(fitting, key=lambda row: (row.config is None, row.cost_rank), default=None)
     if best is None:
         click.echo("note: no file was written, because there is no change that both fits and needs a file", err=True)
@@ -190,17 +192,17 @@ def _write_config(result: Simulation, path: Path) -> None:
 
         as_yaml = path.suffix in (".yaml", ".yml")
         write_text(path, yaml.safe_dump(best.file) if as_yaml else json.dumps(best.file, indent=2) + "\n")
-    # a script's change names a file that does not exist; the user has chosen its name
+    # A script's change names a file that does not exist. The user has chosen its name.
     change = re.sub(r"[\w-]+\.(json|yaml)\b", lambda _: str(path), best.change)
     click.echo(f"wrote {path}, {'the DeepSpeed JSON' if best.config else 'the file'} of {change}", err=True)
 
 
-def _unknown_release(releases: dict[str, str], error: Exception) -> Problem:
+def _release_problem(releases: dict[str, str], error: Exception) -> Problem:
     """Return the problem to report if the simulator fails with the requested releases."""
     named = " and ".join(f"{name} {version}" for name, version in releases.items())
     reason = str(error).strip().splitlines()[-1]
     hint = "use a later release; docs/scripts.md lists the tested releases"
-    where = " ".join(PLACES[name] for name in releases)
+    where = " ".join(RELEASE_FLAGS[name] for name in releases)
     return Problem(kind="release", message=f"zerofit cannot simulate with {named}: {reason}", hint=hint, where=where)
 
 
@@ -218,10 +220,16 @@ def _named(target: str | None, longest: bool) -> str:
     return target
 
 
-def _script(ctx: click.Context, words: list[str], as_json: bool, options: dict[str, Any]) -> Simulation:
+def _simulate_script(ctx: click.Context, words: list[str], as_json: bool, options: dict[str, Any]) -> Simulation:
     """Simulate a user's script, and show the answer. Raises UserError with all problems."""
     problems = Problems()
-    _refuse_run_options(ctx, problems)
+    # The script itself sets what the options of a run would set, except the number of steps.
+    for parameter in ctx.command.params:
+        name, flag = parameter.name or "", parameter.opts[-1]
+        of_run = name in (*RUN_FIELDS, "target", "image", "exact", "trust_model_code") and name != "steps"
+        if of_run and ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            message = f"{flag} does not apply to the script after --"
+            problems.add("usage", message, "leave it out, and change the script's command instead", flag)
     hardware = {name: options[name] for name in ("kinds", *HARDWARE_FIELDS)}
     with EventConsole() as console:
         console(Event(kind="status", text="reading the command ..."))  # some launchers' parsers import torch
@@ -233,11 +241,11 @@ def _script(ctx: click.Context, words: list[str], as_json: bool, options: dict[s
         settings = {name: options[name] for name in ("rank", "steps", "longest", "alloc_conf", "trace", "snapshot")}
         settings |= {"steps": options["steps"] or STEPS}
         result = simulate_script(words, cluster, **settings, on_event=console)
-    return _with_knobs(_shown(result, as_json, options), options)
+    return _show_and_try_changes(result, as_json, options)
 
 
 def command_cluster(words: list[str], hardware: dict[str, object]) -> Cluster:
-    """Return the hardware from the options. If --gpus or --nodes is missing, use the command's number of GPUs or nodes.
+    """Return the hardware from the options, with the command's number of GPUs or nodes by default.
 
     Raises UserError with all problems.
     """
@@ -252,39 +260,24 @@ def command_cluster(words: list[str], hardware: dict[str, object]) -> Cluster:
     return cluster
 
 
-def _refuse_run_options(ctx: click.Context, problems: Problems) -> None:
-    for parameter in ctx.command.params:
-        name = parameter.name or ""
-        described = name in (*RUN_FIELDS, "target", "image", "exact", "trust_model_code") and name != "steps"
-        if described and ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE:
-            message = f"{parameter.opts[-1]} does not apply to the script after --"
-            problems.add("usage", message, "leave it out, and change the script's command instead", parameter.opts[-1])
-
-
-def _simulate(target: str, as_json: bool, options: dict[str, Any]) -> Simulation:
-    """Simulate a run and show its result, then simulate changes, which takes longer."""
+def _simulate_run(target: str, as_json: bool, options: dict[str, Any]) -> Simulation:
+    """Simulate a run, and show the answer. Raises UserError with all problems."""
     start = time.perf_counter()
     request, cluster = _read_run(target, options)
     with EventConsole() as console:
         console(Event(kind="status", text="checking the run and the model ..."))  # importing torch takes seconds
         from zerofit.app.simulation.runs import simulate as run
 
+        # A picture shows all layers.
         exact = options["exact"] or options["plot"] is not None or options["html"] is not None
         settings = {name: options[name] for name in ("rank", "image", "alloc_conf", "trace", "snapshot")}
         result = run(request, cluster, **settings, exact=exact, on_event=console)
-    result = _with_knobs(_shown(result, as_json, options), options)
+    result = _show_and_try_changes(result, as_json, options)
     return replace(result, seconds=round(time.perf_counter() - start, 1))
 
 
-def _with_knobs(result: Simulation, options: dict[str, object]) -> Simulation:
-    if options["knobs"]:
-        with EventConsole() as console:
-            result.knobs(console)
-    return result
-
-
-def _shown(result: Simulation, as_json: bool, options: dict[str, Any]) -> Simulation:
-    """Add the picture's path, and the comparison with --baseline's file, to the result. Show and return the result."""
+def _show_and_try_changes(result: Simulation, as_json: bool, options: dict[str, Any]) -> Simulation:
+    """Compare the result with --baseline's file, show it, and simulate changes, which takes longer."""
     if options["base"] is not None:
         from zerofit.simulate.forecast.baseline import compare_with
 
@@ -295,6 +288,9 @@ def _shown(result: Simulation, as_json: bool, options: dict[str, Any]) -> Simula
         result = replace(result, picture=options["plot"])
     if not as_json:
         show(result, options["details"])
+    if options["knobs"]:
+        with EventConsole() as console:
+            result.knobs(console)
     return result
 
 
@@ -304,6 +300,7 @@ def _read_run(target: str, options: dict[str, Any]) -> tuple[RunRequest, Cluster
     flags = given({name: options[name] for name in RUN_FIELDS})
     request = problems.attempt(lambda: read_request(target, flags, options["trust_model_code"]))
     hardware = {name: options[name] for name in ("kinds", *HARDWARE_FIELDS)}
+    # --ranks are divided among the nodes if --gpus does not say how many a node has.
     if hardware["gpus"] is None and request and request.run.ranks:
         ranks, nodes = request.run.ranks, hardware["nodes"] or 1
         hardware["gpus"] = max(1, ranks // max(1, nodes))
@@ -326,7 +323,7 @@ def single_cluster(hardware: dict[str, Any]) -> Cluster:
 
 
 def _annotate(result: Simulation) -> None:
-    """On GitHub, annotate the changed line with the memory that the change adds. Elsewhere, do nothing."""
+    """On GitHub, annotate the line of the peak with the memory that a change adds."""
     compared = result.against
     if compared is None or os.environ.get("GITHUB_ACTIONS") != "true":
         return

@@ -1,4 +1,4 @@
-"""Print the result of `zerofit simulate`: verdict, facts, and changes that fit. `--details` adds tables."""
+"""The printed answer of `zerofit simulate`: verdict, facts, changes that fit, and tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from zerofit.spec.units import shown_bytes
 Rows = Iterator[Mapping[str, str]]
 FIGURES = ("at start", "peak", "at end", "bytes", "share", "calls")  # right-aligned columns
 COLORS = {FITS: "bold green", NOT: "bold red"}
-FEW = 8  # maximum number of collectives in a table
+# how many rows and names are shown
+MAX_COLLECTIVES = 8  # in a table
 KINDS = 3  # of memory at the peak in one line
 NOTES = 3  # on a script
 CHANGES = 5
@@ -28,10 +29,8 @@ WORTH_SAYING = 0.05  # share of a device's or a node's memory that gets a line o
 
 
 def show(result: Simulation, details: bool) -> None:
-    """Print the verdict and its facts.
-
-    `show_knobs` prints the changes that need less memory, as soon as they are simulated.
-    """
+    """Print the verdict and its facts."""
+    # `show_knobs` prints the changes that need less memory, as soon as they are simulated.
     console = out()
     verdict = Text(result.verdict.upper(), COLORS.get(result.verdict, "bold yellow"))
     console.print(Text.assemble("\n", verdict, "  ", _needs(result)))
@@ -46,29 +45,28 @@ def show(result: Simulation, details: bool) -> None:
 
 
 def _needs(result: Simulation) -> str:
-    """Return the line about needed and available memory: host memory if only that is too small, else device memory."""
-    needed, available = _needed(result), result.device_total_bytes
-    figures = shown_bytes(needed)
-    if result.verdict not in COLORS:
-        # torch's allocator can return cached memory, so even the likely bytes may be more than the device has
-        most = shown_bytes(available - result.margin_bytes)
-        figures = f"up to {most}" if needed > available else f"{figures} to {most}"
-    of = f"needs {figures} of {shown_bytes(available)} on {result.device}"
+    """Return the words about needed and available memory."""
+    # The device has room, so the run does not fit because of the host's memory.
     if result.margin_bytes >= 0 and result.verdict == NOT:
         host = f"{shown_bytes(result.host_node_bytes)} of {shown_bytes(result.host_total_bytes)}"
         return f"needs {host} of host memory on a node ({HOST_RESERVE:.0%} is reserved for the system)"
+    # the bytes that nvidia-smi would likely show
+    needed, available = result.smi_bytes, result.device_total_bytes
     if result.verdict == NOT:
-        return f"{of}, {shown_bytes(needed - available)} too much"
-    return f"{of}, " + (
-        f"{shown_bytes(available - needed)} free" if result.verdict == FITS else "it may run out of memory"
-    )
-
-
-def _needed(result: Simulation) -> int:
-    """Return the bytes that nvidia-smi would likely show. If the run does not fit, use torch's upper estimate."""
-    if result.verdict != NOT:
-        return result.smi_bytes
-    return result.device_total_bytes - result.margin_bytes - sum(o.high_bytes - o.bytes for o in result.overheads)
+        # The verdict is due to the upper estimate, which is available - margin. Use it for torch, but count only the
+        # likely bytes outside of torch.
+        needed = available - result.margin_bytes - sum(o.high_bytes - o.bytes for o in result.overheads)
+    figures = shown_bytes(needed)
+    if result.verdict not in COLORS:
+        # torch's allocator can return cached memory, so even the likely bytes may be more than the device has.
+        most = shown_bytes(available - result.margin_bytes)
+        figures = f"up to {most}" if needed > available else f"{figures} to {most}"
+    rest = "it may run out of memory"
+    if result.verdict == NOT:
+        rest = f"{shown_bytes(needed - available)} too much"
+    elif result.verdict == FITS:
+        rest = f"{shown_bytes(available - needed)} free"
+    return f"needs {figures} of {shown_bytes(available)} on {result.device}, {rest}"
 
 
 def _facts(result: Simulation) -> Iterator[tuple[str, str]]:
@@ -78,9 +76,8 @@ def _facts(result: Simulation) -> Iterator[tuple[str, str]]:
     if isinstance(result.run, SimulatedScript) and not result.run.facts.engines:
         words[1:] = [result.run.facts.sharding]
     ranks = ", ".join(filter(None, words))
-    seen = _run(result.run) if isinstance(result.run, SimulatedRun) else _seen(result.run)
     yield "run", f"{result.run.model}, {ranks}"
-    yield "", seen
+    yield "", _run_settings(result.run) if isinstance(result.run, SimulatedRun) else _script_settings(result.run)
     step = f" of step {result.peak_step + 1}" if result.peak_step >= 0 else ""
     module = f", module {result.peak_at.module}" if result.peak_at.module else ""
     yield "peak", f"{shown_bytes(result.peak_bytes)} in {result.peak_phase}{step}{module} ({result.peak_at.line})"
@@ -104,14 +101,14 @@ def _facts(result: Simulation) -> Iterator[tuple[str, str]]:
         yield "snapshot", f"{result.snapshot} (opens in https://pytorch.org/memory_viz)"
 
 
-def _run(run: SimulatedRun) -> str:
-    fed, size = run.input, f"{run.seq_len} tokens"
-    if isinstance(fed, ImageInputs):
-        size = f"{fed.channels}x{fed.size}x{fed.size}"
-    if isinstance(fed, TableInputs):
-        size = f"{fed.features} features"
-    if isinstance(fed, NamedInputs):
-        size = ", ".join(f"{one.name} {'x'.join(map(str, one.shape)) or 1}" for one in fed.tensors)
+def _run_settings(run: SimulatedRun) -> str:
+    inputs, size = run.input, f"{run.seq_len} tokens"
+    if isinstance(inputs, ImageInputs):
+        size = f"{inputs.channels}x{inputs.size}x{inputs.size}"
+    if isinstance(inputs, TableInputs):
+        size = f"{inputs.features} features"
+    if isinstance(inputs, NamedInputs):
+        size = ", ".join(f"{tensor.name} {'x'.join(map(str, tensor.shape)) or 1}" for tensor in inputs.tensors)
     words = [str(run.precision), f"micro batch {run.micro_batch} of {size}"]
     words += [f"accumulation {run.gradient_accumulation_steps}"] if run.gradient_accumulation_steps > 1 else []
     words += [run.optimizer or "the JSON's optimizer"]
@@ -123,35 +120,35 @@ def _run(run: SimulatedRun) -> str:
     return ", ".join(words)
 
 
-def _seen(run: SimulatedScript) -> str:
-    seen = run.facts
-    words = [f"{seen.model} of {seen.parameters:,} parameters"]
-    if seen.trained_parameters < seen.parameters:
-        words.append(f"{seen.trained_parameters:,} of them trained")
-    words += [seen.precision, f"micro batch {seen.micro_batch}", f"accumulation {seen.accumulation}", seen.optimizer]
-    words += ["activation checkpointing"] if seen.checkpointing else []
-    words += [f"batches of up to {seen.longest_seen} tokens"] if seen.longest_seen else []
-    if seen.longest_allowed > seen.longest_seen:
-        words[-1] += f" ({seen.allowed_by} allows {seen.longest_allowed})"
+def _script_settings(run: SimulatedScript) -> str:
+    facts = run.facts
+    words = [f"{facts.model} of {facts.parameters:,} parameters"]
+    if facts.trained_parameters < facts.parameters:
+        words.append(f"{facts.trained_parameters:,} of them trained")
+    words += [facts.precision, f"micro batch {facts.micro_batch}", f"accumulation {facts.accumulation}"]
+    words += [facts.optimizer]
+    words += ["activation checkpointing"] if facts.checkpointing else []
+    words += [f"batches of up to {facts.longest_seen} tokens"] if facts.longest_seen else []
+    if facts.longest_allowed > facts.longest_seen:
+        words[-1] += f" ({facts.allowed_by} allows {facts.longest_allowed})"
     return ", ".join(words)
 
 
-def _script_facts(run: SimulatedScript, every: bool) -> Iterator[tuple[str, str]]:
-    longest = run.longest
+def _script_facts(run: SimulatedScript, details: bool) -> Iterator[tuple[str, str]]:
+    longest, routing = run.longest, run.worst_routing
     if longest:
         fits = "fits" if longest.fits else "does not fit"
         yield longest.name, f"peak {shown_bytes(longest.peak_bytes)} in {longest.peak_phase}, {fits}"
-    crowded = run.worst_routing
-    if crowded:
-        fits = "fits" if crowded.fits else "does not fit"
-        peak = f"peak {shown_bytes(crowded.peak_bytes)} in {crowded.peak_phase}, {fits}"
+    if routing:
+        fits = "fits" if routing.fits else "does not fit"
+        peak = f"peak {shown_bytes(routing.peak_bytes)} in {routing.peak_phase}, {fits}"
         yield "worst routing", f"if all tokens choose the same experts: {peak}"
     for fault in run.facts.faults:
         yield "fault", f"{fault.line}: {fault.problem}" if fault.line else fault.problem
         yield "", fault.mend
     exact = "sizes of tensors are an upper bound" if run.is_upper_bound else "sizes of tensors are exact"
     yield "script", f"{run.facts.ended}; {exact}"
-    notes = run.facts.notes if every else run.facts.notes[:NOTES]
+    notes = run.facts.notes if details else run.facts.notes[:NOTES]
     for note in notes:
         yield "note", note.text + (f" ({note.count} times)" if note.count > 1 else "")
     if len(notes) < len(run.facts.notes):
@@ -161,11 +158,13 @@ def _script_facts(run: SimulatedScript, every: bool) -> Iterator[tuple[str, str]
 def _details(console: Console, result: Simulation) -> None:
     facts = [("verdict", result.because)]
     if result.device != "cpu":
+        reserved = f"{shown_bytes(result.reserved_bytes)} by torch's allocator"
+        # The host may issue work faster than the device does it, and then needs more memory at once.
+        if result.reserved_ahead_bytes != result.reserved_bytes:
+            reserved += f" (up to {shown_bytes(result.reserved_ahead_bytes)} if the host runs ahead of the device)"
         low, high = map(shown_bytes, result.smi_range_bytes)
         by_driver = f"nvidia-smi shows about {shown_bytes(result.smi_bytes)} ({low} to {high})"
-        facts += [
-            ("reserved", f"{shown_bytes(result.reserved_bytes)} by torch's allocator{_ahead(result)}; {by_driver}")
-        ]
+        facts += [("reserved", f"{reserved}; {by_driver}")]
     host = result.host_bytes
     if sum(host.values()):
         kinds = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in host.items() if size)
@@ -173,6 +172,7 @@ def _details(console: Console, result: Simulation) -> None:
         facts += [("host memory", f"{kinds}{cached}; the process needs about {shown_bytes(HOST_PROCESS_BYTES)} more")]
     if result.nvme_bytes:
         facts += [("NVMe", shown_bytes(result.nvme_bytes))]
+    # The memory of all layers is extrapolated from a few; one more number of layers checks that.
     if result.layers_simulated:
         check, *counts = result.layers_simulated
         off = f"the peak with {check} layers is off by {abs(result.extension_error):.2%}"
@@ -183,12 +183,6 @@ def _details(console: Console, result: Simulation) -> None:
         if rows:
             console.print()
             console.print(fitting_table(console, rows, FIGURES, tuple(rows[0]), next(iter(rows[0]))))
-
-
-def _ahead(result: Simulation) -> str:
-    if result.reserved_ahead_bytes == result.reserved_bytes:
-        return ""
-    return f" (up to {shown_bytes(result.reserved_ahead_bytes)} if the host runs ahead of the device)"
 
 
 def _phases(result: Simulation) -> Rows:
@@ -206,7 +200,7 @@ def _breakdown(result: Simulation) -> Rows:
 
 
 def _collectives(result: Simulation) -> Rows:
-    for row in sorted(result.comm, key=lambda r: -r.bytes)[:FEW]:
+    for row in sorted(result.comm, key=lambda r: -r.bytes)[:MAX_COLLECTIVES]:
         figures = {"ranks": str(row.group_size), "in": row.phase, "calls": str(row.count)}
         yield {"collective, a step": row.op, **figures, "bytes": shown_bytes(row.bytes)}
 
@@ -214,6 +208,7 @@ def _collectives(result: Simulation) -> Rows:
 def show_knobs(result: Simulation, details: bool) -> None:
     """Print the changes that need less memory, cheapest in speed first, and how to see more."""
     console = out()
+    # Changes that need as much memory are of no use. If the run fits anyway, so are those that fit with as much.
     leaner = [row for row in result.tried if row.fits or row.reserved_bytes < result.reserved_bytes]
     fitting = [row for row in leaner if row.fits]
     if result.verdict == FITS:
@@ -224,7 +219,7 @@ def show_knobs(result: Simulation, details: bool) -> None:
     for label, rows in lists.items():
         ranked = sorted(rows, key=lambda row: row.cost_rank)
         if not details and len(ranked) > CHANGES:
-            # of changes that are not enough, the nearest one is shown even if it costs most speed
+            # Of changes that are not enough, the nearest one is shown even if it costs most speed.
             leanest = min(ranked[CHANGES - 1 :], key=lambda row: row.peak_bytes)
             ranked = [*ranked[: CHANGES - 1], leanest if label == NOT_ENOUGH else ranked[CHANGES - 1]]
         width = max((len(cost(row.slowdown)) + 2 for row in ranked if row.slowdown is not None), default=0)
@@ -235,13 +230,14 @@ def show_knobs(result: Simulation, details: bool) -> None:
         print_facts(console, zip([label, *[""] * len(facts)], facts, strict=False), hang=10 + width)
     if not details:
         how = "as a picture: --plot memory.png    " if isinstance(result.run, SimulatedRun) else ""
-        if not how and any(row.config or row.file for row in fitting):  # the change names a file that does not exist
+        # A script's change names a file that does not exist.
+        if not how and any(row.config or row.file for row in fitting):
             how = "its file: --write-config FILE    "
         print_facts(console, [("details", f"--details    {how}as JSON: --json")])
 
 
 def cost(slowdown: float | None) -> str:
-    """Return as text how much slower a change makes a step (forecast), relative to the step time; "" if unknown."""
+    """Return how much slower a change makes a step, as a share of the step time, in words."""
     if slowdown is None:
         return ""
     if slowdown >= 1:

@@ -10,7 +10,7 @@ import secrets
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -21,11 +21,12 @@ _STYLE = re.compile(rf"{MARK}\[[\d;]*m")
 
 
 def visible(text: str) -> str:
-    r"""Escape control characters as Python does. DEL becomes \u007f, as in JSON.
+    r"""Escape control characters as Python does.
 
     >>> print(visible("red: \x1b[31m"))
     red: \x1b[31m
     """
+    # DEL becomes \u007f, as in JSON.
     return COMMANDS.sub(lambda found: "\\u007f" if found[0] == "\x7f" else repr(found[0])[1:-1], text)
 
 
@@ -33,6 +34,7 @@ def style(text: str, **looks: Any) -> str:
     """Style text with `click.style` within `safe_output`; otherwise return it unchanged."""
     if not isinstance(sys.stdout, SafeStream):
         return text
+    # MARK stands for the escape character of the style, so that `SafeStream` does not escape it.
     return click.style("\0", **looks).replace("\x1b", MARK).replace("\0", text)
 
 
@@ -55,18 +57,19 @@ class SafeText(str):
 class SafeStream:
     """A text stream that escapes control characters, except in zerofit's own styles."""
 
-    def __init__(self, stream: Any):
+    def __init__(self, stream: TextIO):
         self._stream = stream
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write text. A leading carriage return is kept, because libraries' progress bars need it."""
+        """Write text, and return its length."""
         if not isinstance(text, str):
             raise TypeError(f"expected str, got {type(text).__name__}")
         shown = text
         if not isinstance(text, SafeText):
+            # A leading carriage return stays, because libraries' progress bars need it.
             shown = "\r" * text.startswith("\r") + visible(text.removeprefix("\r"))
             shown = shown.replace(MARK, "\x1b") if self._stream.isatty() else _STYLE.sub("", shown)
         self._stream.write(shown)

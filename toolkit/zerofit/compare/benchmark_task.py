@@ -296,12 +296,10 @@ class StrategyMeter:
         """Return the figures for the strategy's row; `seconds` is None without timed steps."""
         timed = len(self._times) - 1 - WARM
         seconds = self._times[-1] - self._times[WARM] if timed > 0 else None
-        none_sent = {"sent_bytes": None, "received_bytes": None}
-        return {
-            "timed_steps": max(0, timed),
-            "seconds": seconds,
-            **(self._memory_and_traffic or self._memory() | none_sent),
-        }
+        # A process that took no last step, such as a parameter server, counts no traffic.
+        no_traffic = {"sent_bytes": None, "received_bytes": None}
+        figures = self._memory_and_traffic or self._memory() | no_traffic
+        return {"timed_steps": max(0, timed), "seconds": seconds, **figures}
 
     def _memory(self) -> dict[str, int]:
         """Return the peak of the device's memory and of the process's host memory, in bytes."""
