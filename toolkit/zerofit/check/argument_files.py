@@ -134,7 +134,7 @@ def _of_script(file: str, text: str) -> ArgumentFile:
 
 
 def _one_thread(file: str, words: list[Word], values: Mapping[str, GivenValue]) -> str | None:
-    """Return the launcher that starts several ranks with one thread each, with its place, or None."""
+    """Return the launcher that starts several ranks with one thread each, or None."""
     for word in takewhile(lambda word: not word.text.endswith(".py"), words):
         name = word.text.rpartition("/")[2]
         if name in ONE_THREAD:

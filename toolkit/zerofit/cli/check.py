@@ -22,7 +22,7 @@ from zerofit.spec.errors import UserError
 from zerofit.spec.partial_training import PART_FIELDS
 from zerofit.spec.run import load_run
 
-if TYPE_CHECKING:  # importing the checker's grammar takes 0.1 s, which `zerofit --help` should not need
+if TYPE_CHECKING:
     from zerofit.app.checking import CheckResult, ResolvedConfig
     from zerofit.check.explain import KeyRow
     from zerofit.check.migrate import Migrated
@@ -122,18 +122,18 @@ def check(
     from zerofit.app.checking import find_files
 
     flags = given({name: options[name] for name in ("model", *RUN_FIELDS)})
-
     companions = {name: options[name] for name in ("training_args", "accelerate_config") if options[name]}
     if not files and not companions:
         raise click.UsageError("name a FILE, or pass --training-args or --accelerate-config")
     outputs = {name: options[name] for name in ("fix", "migrate", "explain", "resolve")}
-    # --resolve prints what zerofit would pass on, unless the arguments of another program are given
-    reader = reader or ("zerofit" if options["resolve"] and not companions else None)  # that program fills in the file
+    # --resolve prints what zerofit would pass on, or what another program would, if its arguments are given.
+    reader = reader or ("zerofit" if options["resolve"] and not companions else None)
     form = "json" if as_json else options["form"]
 
     def work(console: EventConsole) -> CheckReports:
         refuse_page(options["html"])
         names, run = find_files(files) or [None], load_run(None, flags)
+        # A folder has several files, even if only one is a DeepSpeed JSON.
         several = len(names) > 1 or names != list(files or [None])
         if several and options["resolve"]:
             raise click.UsageError("--resolve needs exactly one FILE")
@@ -144,7 +144,10 @@ def check(
             except UserError as error:
                 if not several and form in ("text", "json"):
                     raise
-                return _unread(name or "-", error)
+                # One unreadable file does not hide the findings about the other files.
+                problem = error.problems[0]
+                line = re.search(r":(\d+):\d+$", problem.where or "")
+                return UnreadFile(file=name or "-", problem=problem, line=int(line.group(1)) if line else 1)
 
         reports = CheckReports(reports=tuple(map(check_file, names)), several=several)
         write_page(reports.to_dict(), options["html"])
@@ -156,24 +159,13 @@ def check(
             return
         for report in reports.reports:
             _show(report, options["show_all"], reports.several)
-        _show_total(reports)
+        if reports.several:
+            faulty = [result for result in reports.results if isinstance(result, UnreadFile) or result.errors]
+            total = f"{len(reports.results)} files, {len(faulty)} with errors"
+            click.echo(f"{total}; checked against DeepSpeed {catalog().version}", err=True)
 
     code = answer_watched(work, form == "json", show).exit_code
     sys.exit(CLEAN if code == WARNINGS and not strict else code)
-
-
-def _unread(name: str, error: UserError) -> UnreadFile:
-    problem = error.problems[0]
-    line = re.search(r":(\d+):\d+$", problem.where or "")
-    return UnreadFile(file=name, problem=problem, line=int(line.group(1)) if line else 1)
-
-
-def _show_total(reports: CheckReports) -> None:
-    if not reports.several:
-        return
-    faulty = [result for result in reports.results if isinstance(result, UnreadFile) or result.errors]
-    total = f"{len(reports.results)} files, {len(faulty)} with errors"
-    click.echo(f"{total}; checked against DeepSpeed {catalog().version}", err=True)
 
 
 @click.command()
@@ -185,6 +177,7 @@ def schema() -> None:
 
 
 def _report(result: CheckResult, *, fix: bool, migrate: bool, explain: bool, resolve: bool) -> CheckReport:
+    """Write the file that --fix or --migrate asks for, and return the report about a file."""
     migrated = result.migrated() if migrate else None
     new_text = migrated.text if migrated else result.fixed() if fix else None
     written = result.write(new_text, "migrated" if migrated else "fixed") if new_text is not None else None
@@ -236,9 +229,10 @@ def _show(report: CheckReport | UnreadFile, show_all: bool, several: bool) -> No
 
 
 def _show_explained(report: CheckReport) -> None:
-    """Print what each key does. If standard output gets the resolved JSON, print to standard error."""
+    """Print what each key does."""
     from zerofit.check.explain import shown
 
+    # Standard output gets the resolved JSON, which programs read.
     console = err() if report.resolved else out()
     for row in report.resolved.reasons if report.resolved else ():
         print_facts(console, [("", f"{row['path']} = {shown(row['value'])}")], indent=0)

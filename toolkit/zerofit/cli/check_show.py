@@ -1,12 +1,12 @@
-"""Print the findings of `zerofit check` for people, GitHub workflows and SARIF readers."""
+"""The findings of `zerofit check` for people, GitHub workflows and SARIF readers."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from zerofit.app.checking import CheckResult
     from zerofit.check.finding import Finding
 
-SCREEN = 12  # maximum number of findings per file without --all
-LINES = 10  # maximum number of places shown for one finding
+MAX_FINDINGS = 12  # of a file, without --all
+MAX_PLACES = 10  # that are shown for one finding
 STOPS, DIFFERS = "stops the run", "has a different effect than you expect"  # headings
 
 
@@ -28,20 +28,20 @@ class UnreadFile:
 
     file: str
     problem: Problem
-    line: int = field(default=1)
+    line: int = 1
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the object that `--json` prints."""
         return {"file": self.file, "error": self.problem.as_dict()}
 
 
 def show_findings(result: CheckResult, show_all: bool, on_stderr: bool) -> None:
-    """Print a file's findings under two headings, sorted by line. Equal findings at several places are printed once."""
+    """Print a file's findings: those that stop a run, then the others."""
     console, printed = err() if on_stderr else out(), 0
     listed = _grouped(result.findings)
     for title, stops in ((STOPS, True), (DIFFERS, False)):
         groups = [group for group in listed if (group[0].effect == "stops") == stops]
-        groups = groups if show_all else groups[: SCREEN - printed]
+        groups = groups if show_all else groups[: MAX_FINDINGS - printed]
         printed += len(groups)
         if groups:
             console.print(f"\n{title}", style="bold")
@@ -52,6 +52,7 @@ def show_findings(result: CheckResult, show_all: bool, on_stderr: bool) -> None:
 
 
 def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
+    """Return the findings in groups that differ only in their places, and are printed once."""
     groups: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.code, finding.why, finding.severity), []).append(finding)
@@ -59,7 +60,7 @@ def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
 
 
 def _show_group(console: Console, file: str, group: Sequence[Finding], show_all: bool) -> None:
-    first, most = group[0], len(group) if show_all else LINES
+    first, most = group[0], len(group) if show_all else MAX_PLACES
     color = "red" if first.severity == "error" else "yellow"
     head = f"{file}:{first.line}:{first.column}: {first.severity}: {first.message} [{first.code}]"
     places = {finding.fix: finding.path for finding in reversed(group[:most])}  # fix -> the first key that it is for
@@ -73,8 +74,9 @@ def _without_key(finding: Finding) -> str:
 
 
 def _others(group: Sequence[Finding], most: int) -> Iterator[str]:
-    """Yield the places of a group's findings after the first. If findings differ only in the key, yield one line."""
+    """Yield lines about the places of a group's findings, after the first one."""
     others, unlisted = group[1:most], len(group[most:])
+    # One line is enough for findings that differ only in the key.
     if others and len({_without_key(finding) for finding in group[:most]}) == 1:
         rest = f", and at {unlisted} more places" if unlisted else ""
         yield f"also line {', '.join(f'{finding.line} ({finding.path})' for finding in others)}{rest}"
@@ -93,13 +95,14 @@ def github(results: Iterable[CheckResult | UnreadFile]) -> str:
 
 
 def workflow_command(kind: str, text: str, **properties: object) -> str:
-    """Return a GitHub workflow command. Characters that would end a property or the line are escaped."""
+    """Return a GitHub workflow command."""
+    # Characters that would end a property or the line are escaped.
     listed = [f"{name}={_escaped(str(value), ':,')}" for name, value in properties.items()]
     return f"::{kind} {','.join(listed)}::{_escaped(text)}"
 
 
 def _escaped(text: str, signs: str = "") -> str:
-    # "%" first: the escapes of the others contain it
+    # "%" is first, because the escapes of the other characters contain it.
     for sign in f"%\r\n{signs}":
         text = text.replace(sign, f"%{ord(sign):02X}")
     return text
@@ -107,8 +110,14 @@ def _escaped(text: str, signs: str = "") -> str:
 
 def sarif(results: Iterable[CheckResult | UnreadFile]) -> str:
     """Return a SARIF 2.1.0 log, which code scanning reads."""
-    logged = [_sarif(*row) for row in _rows(results)]
-    rules = [{"id": code} for code in sorted({result["ruleId"] for result in logged})]
+    logged: list[dict[str, object]] = []
+    codes: set[str] = set()
+    for severity, file, line, column, code, text in _rows(results):
+        region = {"startLine": line, "startColumn": column}
+        place = {"physicalLocation": {"artifactLocation": {"uri": file}, "region": region}}
+        logged.append({"ruleId": code, "level": severity, "message": {"text": text}, "locations": [place]})
+        codes.add(code)
+    rules = [{"id": code} for code in sorted(codes)]
     driver = {"name": "zerofit check", "version": version("zerofit"), "rules": rules}
     run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": logged}
     return json.dumps({"$schema": "https://json.schemastore.org/sarif-2.1.0.json", "version": "2.1.0", "runs": [run]})
@@ -125,11 +134,5 @@ def _rows(results: Iterable[CheckResult | UnreadFile]) -> Iterator[tuple[str, st
             continue
         for group in _grouped(result.findings):
             first = group[0]
-            text = ". ".join((first.message, *_others(group, LINES), first.why, first.fix))
+            text = ". ".join((first.message, *_others(group, MAX_PLACES), first.why, first.fix))
             yield first.severity, result.file, first.line, first.column, first.code, text
-
-
-def _sarif(severity: str, file: str, line: int, column: int, code: str, text: str) -> dict[str, Any]:
-    region = {"startLine": line, "startColumn": column}
-    place = {"physicalLocation": {"artifactLocation": {"uri": file}, "region": region}}
-    return {"ruleId": code, "level": severity, "message": {"text": text}, "locations": [place]}

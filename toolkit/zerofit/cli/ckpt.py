@@ -49,7 +49,7 @@ REPAIR = click.option(
 )
 MODEL = click.option("--model", type=PATH, help="folder with config.json, for another program's checkpoint without one")
 SHARD = "1GiB"
-FEW = 12  # maximum number of tensors to print
+MAX_TENSORS = 12  # that `diff` lists
 LOADING = {
     "universal": (
         "universal checkpoint",
@@ -172,6 +172,7 @@ def diff(a: Path, b: Path, states: bool, as_json: bool) -> None:
 
 
 def _answer(path: Path, work: Callable[[Checkpoint, OnEvent], R], as_json: bool, show: Callable[[R], None]) -> R:
+    """Call `work` with the checkpoint at `path`, show its events, and print its answer."""
 
     def checked(console: EventConsole) -> R:
         from zerofit.app.checkpoints import Checkpoint
@@ -200,7 +201,7 @@ def show_list(result: CheckpointList) -> None:
                 "program": row.program,
             }
         )
-        # a resume skips damaged checkpoints, so they are highlighted
+        # A resume skips damaged checkpoints, so they are highlighted.
         styles.append(None if row.whole else "red")
     console, damaged = out(), len([style for style in styles if style])
     count = counted(len(rows), "checkpoint")
@@ -239,6 +240,7 @@ def show_description(result: CheckpointDescription) -> None:
 
 
 def _show_foreign(result: CheckpointDescription) -> None:
+    """Print the facts of another program's checkpoint, which says less about its run."""
     console = out()
     console.print(f"STEP {result.step}  {result.path}", style="bold", soft_wrap=True)
     lines = {
@@ -264,11 +266,11 @@ def show_verdict(result: VerifyResult) -> None:
 def show_converted(result: ConvertResult) -> None:
     """Print the path of the converted checkpoint, and how to load it."""
     console = out()
-    what, use = LOADING[result.format]
+    what, call = LOADING[result.format]
     if result.format == "hf":
-        use = next((how for file, how in LOADING_HF.items() if (result.out / file).is_file()), use)
+        call = next((how for file, how in LOADING_HF.items() if (result.out / file).is_file()), call)
     print_verdict(console, "WRITTEN", f"{result.out}, {what} {result.tag}".rstrip() + f", {shown_bytes(result.bytes)}")
-    print_facts(console, [("to load", use)], indent=9)
+    print_facts(console, [("to load", call)], indent=9)
 
 
 def show_export(result: ExportResult) -> None:
@@ -279,13 +281,13 @@ def show_export(result: ExportResult) -> None:
 
 
 def show_difference(result: CheckpointDiff) -> None:
-    """Print whether both checkpoints are equal, which names and shapes differ, and which tensors differ most."""
+    """Print whether both checkpoints are equal, and which names, shapes and tensors differ."""
     console, apart = out(), result.apart
-    same, compared = len(result.rows) - len(apart), len(result.rows)
-    words = f"{same} of {compared} tensors are the same bit for bit"
+    equal, compared = len(result.rows) - len(apart), len(result.rows)
+    words = f"{equal} of {compared} tensors are the same bit for bit"
     print_verdict(console, "EQUAL" if result.equal else "DIFFERENT", words, good=result.equal)
     for side, names in ((result.a, result.only_in_a), (result.b, result.only_in_b)):
-        for name in names[:FEW]:
+        for name in names[:MAX_TENSORS]:
             console.print(f"only in {side}: {name}", soft_wrap=True)
         _rest(console, names)
     for name, a, b in result.shapes:
@@ -299,7 +301,7 @@ def show_difference(result: CheckpointDiff) -> None:
                 "by at most": _number(row.max_abs),
                 "relative": _number(row.max_rel),
             }
-            for row in apart[:FEW]
+            for row in apart[:MAX_TENSORS]
         ]
         keep = ("tensor", "differ", "by at most", "relative", "kind")
         console.print(fitting_table(console, rows, keep[1:4], keep, "tensor"))
@@ -319,8 +321,8 @@ def _layout(layout: Layout) -> str:
 
 
 def _rest(console: Console, rows: Sequence[object]) -> None:
-    if len(rows) > FEW:
-        console.print(f"  ... and {len(rows) - FEW} more (--json lists all)", style="dim")
+    if len(rows) > MAX_TENSORS:
+        console.print(f"  ... and {len(rows) - MAX_TENSORS} more (--json lists all)", style="dim")
 
 
 def _number(value: float) -> str:

@@ -1,4 +1,4 @@
-"""`zerofit compare`: measure strategies, batch sizes and numbers of ranks with the same model and data."""
+"""`zerofit compare`: measure strategies, batch sizes and numbers of ranks on one task."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ STYLES = {"failed": "red", "does-not-fit": "red", "not-here": "dim"}
 KEEP = ("samples/s", "speed-up", "accuracy", "memory a rank", "sent a step", "weights differ by", "loss", "tokens/s")
 
 
-def usual(field: str, words: str) -> dict[str, Any]:
-    """Return keyword arguments for `click.option`: the default of a field of `CompareJob`, and its help text."""
+def job_default(field: str, words: str) -> dict[str, Any]:
+    """Return arguments for `click.option`: the default of a field of `CompareJob`, and its help."""
     return {"default": getattr(CompareJob, field), "show_default": True, "help": words}
 
 
 common_options = add_options(
-    click.option("--lr", type=Number(0, min_open=True), **usual("lr", LR_HELP)),
+    click.option("--lr", type=Number(0, min_open=True), **job_default("lr", LR_HELP)),
     click.option("--output", type=PATH, help="folder for results [runs/compare-...]"),
     click.option(
         "--hostfile", type=PATH, help="file of hosts to run on over ssh, with lines like `node1 slots=2` [this machine]"
@@ -45,9 +45,11 @@ common_options = add_options(
     AS_JSON,
 )
 step_options = add_options(  # of comparisons that train for some steps
-    click.option("--global-batch", type=POSITIVE, **usual("global_batch", "samples per step")),
-    click.option("--steps", type=click.IntRange(min=WARM + 1), **usual("steps", "optimizer steps of each strategy")),
-    click.option("--eval-samples", type=POSITIVE, **usual("eval_samples", "validation samples per evaluation")),
+    click.option("--global-batch", type=POSITIVE, **job_default("global_batch", "samples per step")),
+    click.option(
+        "--steps", type=click.IntRange(min=WARM + 1), **job_default("steps", "optimizer steps of each strategy")
+    ),
+    click.option("--eval-samples", type=POSITIVE, **job_default("eval_samples", "validation samples per evaluation")),
 )
 
 
@@ -118,7 +120,7 @@ def strategies(model: str, as_json: bool, **options: object) -> None:
     from zerofit.app.comparing.comparisons import compare_strategies
 
     own = ("strategies", "slow", "straggle", "target")
-    _compare(partial(compare_strategies, **_taken(options, own)), model, options, as_json, show_strategies)
+    _compare(partial(compare_strategies, **_pop(options, own)), model, options, as_json, show_strategies)
 
 
 @compare.command(name="batch-size")
@@ -148,7 +150,7 @@ def batch_size(model: str, as_json: bool, **options: object) -> None:
     from zerofit.app.comparing.comparisons import compare_sizes
 
     own = ("sizes", "target", "scale_lr", "per_rank", "finish", "seeds")
-    _compare(partial(compare_sizes, **_taken(options, own)), model, options, as_json, show_sizes)
+    _compare(partial(compare_sizes, **_pop(options, own)), model, options, as_json, show_sizes)
 
 
 @compare.command()
@@ -161,7 +163,7 @@ def scaling(model: str, as_json: bool, **options: object) -> None:
     """Measure weak scaling (the batch grows with the ranks) and strong scaling (it does not) on 1 to --ranks ranks."""
     from zerofit.app.comparing.comparisons import compare_scaling
 
-    _compare(partial(compare_scaling, **_taken(options, ("strategy",))), model, options, as_json, show_scaling)
+    _compare(partial(compare_scaling, **_pop(options, ("strategy",))), model, options, as_json, show_scaling)
 
 
 @compare.command(name="all")
@@ -179,17 +181,18 @@ def all_experiments(model: str, as_json: bool, **options: object) -> None:
     """
     from zerofit.app.comparing.laboratory import compare_all
 
-    _compare(partial(compare_all, **_taken(options, ("target", "seeds"))), model, options, as_json, show_laboratory)
+    _compare(partial(compare_all, **_pop(options, ("target", "seeds"))), model, options, as_json, show_laboratory)
 
 
-def _taken(options: dict[str, object], names: Sequence[str]) -> dict[str, object]:
-    """Remove "hostfile", "anyway" and the options listed in `names` from `options`, and return the removed options."""
+def _pop(options: dict[str, object], names: Sequence[str]) -> dict[str, object]:
+    """Remove the options that do not belong to the run, and return them: `names` and the hosts."""
     return {name: options.pop(name) for name in (*names, "hostfile", "anyway")}
 
 
 def _compare(
     work: Callable[..., R], model: str, options: dict[str, object], as_json: bool, show: Callable[[R], None]
 ) -> None:
+    """Call `work` with a run from the other options, show its events, and print its answer."""
 
     def watched(events: EventConsole) -> R:
         return work(load_run(None, {"model": model, **given(options)}), on_event=events)
@@ -223,14 +226,14 @@ def show_strategies(result: Comparison[StrategyRow]) -> None:
 
 
 def show_sizes(result: Comparison[SizeRow]) -> None:
-    """Print the batch size that reached the target first, the critical size, all runs, and the median of each size."""
+    """Print the batch size that reached the target first, all runs, and the critical size."""
     console, target = out(), f"{result.about['target']:.1%}"
-    reached, words = _first(result.summary or (), target, result.about["epochs"])
+    reached, words = _first_to_target(result.summary or (), target, result.about["epochs"])
     print_verdict(console, "FIRST" if reached else "NOT REACHED", words, good=reached)
     _print_rows(console, result)
     names, rows = result.short_table()
-    filled = [dict(zip(names, row, strict=True)) for row in rows]
-    console.print(fitting_table(console, filled, (), names, names[0]))
+    medians = [dict(zip(names, row, strict=True)) for row in rows]
+    console.print(fitting_table(console, medians, (), names, names[0]))
     if result.critical_batch:
         words = f"critical batch size: {result.critical_batch:,.0f} samples; reaching {target} at this size needs twice"
         print_facts(console, [("", f"{words} as many samples as with the smallest batches")], 0)
@@ -238,7 +241,7 @@ def show_sizes(result: Comparison[SizeRow]) -> None:
 
 
 def show_laboratory(result: Laboratory) -> None:
-    """Print the path of the page, and for each experiment its question and the number of rows that ran."""
+    """Print the path of the page, and each experiment's question and number of rows."""
     console = out()
     print_verdict(console, "DONE", f"{counted(len(result.experiments), 'experiment')} in {result.written[0]}")
     for done in result.experiments:
@@ -249,7 +252,7 @@ def show_laboratory(result: Laboratory) -> None:
 
 
 def show_scaling(result: Comparison[ScalingRow]) -> None:
-    """Print the efficiency on the largest number of ranks, and all rows of weak and strong scaling."""
+    """Print the efficiency on the most ranks, and all rows of weak and strong scaling."""
     console = out()
     ran = [row for row in result.rows if row.efficiency is not None]
     most = max((row.ranks for row in ran), default=0)
@@ -260,8 +263,8 @@ def show_scaling(result: Comparison[ScalingRow]) -> None:
     _print_files(console, result)
 
 
-def _first(summary: Sequence[SizeSummary], target: str, epochs: int) -> tuple[bool, str]:
-    """Return whether any batch size reached the target with every seed, and a sentence about the fastest one."""
+def _first_to_target(summary: Sequence[SizeSummary], target: str, epochs: int) -> tuple[bool, str]:
+    """Return whether a batch size reached the target with every seed, and a sentence about it."""
     medians = {
         size.batch_size: size.seconds_to_target[0]
         for size in summary
@@ -277,7 +280,7 @@ def _first(summary: Sequence[SizeSummary], target: str, epochs: int) -> tuple[bo
 
 def _print_rows(console: Console, result: Comparison[Any]) -> None:
     names, rows = result.table()
-    # rows without figures are shorter; their reasons follow below the table
+    # Rows without figures are shorter. Their reasons follow below the table.
     filled = [dict(zip(names, [*row, *["-"] * (len(names) - len(row))], strict=True)) for row in rows]
     styles = [STYLES.get(row.status) for row in result.rows]
     console.print(fitting_table(console, filled, names[1:], (names[0], *KEEP), names[0], styles))

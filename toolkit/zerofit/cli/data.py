@@ -1,4 +1,4 @@
-"""`zerofit data`: show the samples of a data set, and which of their tokens the model learns."""
+"""`zerofit data`: show the samples of a data set, and the tokens that the model learns."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def _show(view: DataView) -> None:
 
 
 def _paint(seen: SeenText) -> str:
-    # brackets mark the learned text where colors would be lost
+    """Return a part of a sample, marked if the model learns it."""
+    # Brackets mark the learned text where colors would be lost.
     if sys.stdout.isatty():
         return style(seen.text, fg="green") if seen.learned else style(seen.text, dim=True)
     return f"⟦{seen.text}⟧" if seen.learned else seen.text

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from zerofit.spec.cluster import Cluster
 
 NOT_KNOWN = 1
+MAX_RANKS = 8  # that a line names
 NO_CAUSE = "CAUSE UNKNOWN"
 
 
@@ -48,9 +49,9 @@ def explain(ctx: click.Context, what: str, html: Path | None, as_json: bool, **h
 
     def work(console: EventConsole) -> Explanation:
         refuse_page(html)
-        found = explain_what(what, ctx.meta[SCRIPT], _cluster(ctx, what, hardware), on_event=console)
-        write_page(found.to_dict(), html)
-        return found
+        explanation = explain_what(what, ctx.meta[SCRIPT], _cluster(ctx, what, hardware), on_event=console)
+        write_page(explanation.to_dict(), html)
+        return explanation
 
     result = answer_watched(work, as_json, show)
     sys.exit(0 if result.is_known else NOT_KNOWN)
@@ -73,14 +74,14 @@ def _cluster(ctx: click.Context, what: str, hardware: dict[str, object]) -> Clus
 
 
 def show(result: Explanation) -> None:
-    """Print the cause, then the evidence, the memory in use by kind, and the changes that would help."""
+    """Print the cause, the evidence, the memory in use by kind, and the changes that would help."""
     console = out()
     console.print()
     cause = result.cause.replace("-", " ").upper() if result.is_known else NO_CAUSE
     print_verdict(console, cause, result.summary, good=False)
     print_facts(console, _facts(result))
     if result.run_next:
-        # on a line of its own, so that it can be copied
+        # The command is not wrapped, so that it can be copied.
         console.print(f"run next      {result.run_next}", soft_wrap=True)
 
 
@@ -94,8 +95,8 @@ def _facts(result: Explanation) -> Iterator[tuple[str, str]]:
     if when := [*filter(None, [result.phase, f"after {counted(result.steps, 'step')}" if result.steps else ""])]:
         yield "when", ", ".join(when)
     if result.ranks:
-        more = f" and {len(result.ranks) - 8} more" if result.ranks[8:] else ""
-        yield "reported by", f"rank{'s' * (len(result.ranks) > 1)} {', '.join(result.ranks[:8])}{more}"
+        others = f" and {len(result.ranks) - MAX_RANKS} more" if result.ranks[MAX_RANKS:] else ""
+        yield "reported by", f"rank{'s' * (len(result.ranks) > 1)} {', '.join(result.ranks[:MAX_RANKS])}{others}"
     if memory := list(_memory(result)):
         yield "memory", ", ".join(memory)
     total = sum(result.alive.values())
@@ -128,7 +129,8 @@ def _memory(result: Explanation) -> Iterator[str]:
 
 
 def _changes(changes: Sequence[Change]) -> Iterator[str]:
-    """Yield a line for each change that would help. For a simulated change, the line also shows memory and slowdown."""
+    """Yield a line for each change that would help; for a simulated change, with its figures."""
+    # Simulated changes that fit come first. A change that was not simulated may not help.
     simulated = [change for change in changes if change.reserved_bytes is not None]
     fitting = [change for change in simulated if change.fits] or simulated
     for change in (fitting or changes)[:CHANGES]:
@@ -137,6 +139,7 @@ def _changes(changes: Sequence[Change]) -> Iterator[str]:
         yield f"{size}{price}{change.change}" + ("  (does not fit alone)" if change.fits is False else "")
 
 
-def _labelled(label: str, texts: tuple[str, ...] | list[str]) -> Iterator[tuple[str, str]]:
+def _labelled(label: str, texts: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield a fact for each text, with the label only at the first one."""
     for number, text in enumerate(texts):
         yield "" if number else label, text

@@ -1,4 +1,4 @@
-"""`zerofit eval` and `zerofit generate`: use a trained model, with weights on GPUs, in host memory or on the disk."""
+"""`zerofit eval` and `zerofit generate`: use a trained model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MEMORY_HELP = "memory to use on each device, like 0=20GiB,cpu=60GiB; disk=0 excl
 NEW_TOKENS_HELP = "maximum number of new tokens [128; with --chat: 512 per answer]"
 TEMPERATURE_HELP = "0 always selects the most likely token"
 TOP_P_HELP = "sample from the most likely tokens whose probabilities add up to this"
-placement_options = add_options(  # options for the placement of weights
+placement_options = add_options(  # weights may be on GPUs, in host memory and on the disk
     click.option("--max-memory", metavar="DEVICE=SIZE,...", help=MEMORY_HELP),
     click.option("--offload-folder", type=click.Path(path_type=Path, file_okay=False), help=OFFLOAD_HELP),
     click.option("--dtype", type=click.Choice(PRECISIONS), help="type of the weights [as saved]"),
@@ -103,9 +103,10 @@ def generate(ckpt: Path, prompt: str | None, chats: bool, as_json: bool, **optio
     """
     if chats == (prompt is not None):
         raise click.UsageError("use either --prompt TEXT or --chat")
-    if unfit := [f"--{name.replace('_', '-')}" for name in ("system", "chat_template") if options[name] and not chats]:
-        raise click.UsageError(f"{' and '.join(unfit)}: only with --chat")
     if not chats:
+        unused = [f"--{name.replace('_', '-')}" for name in ("system", "chat_template") if options[name]]
+        if unused:
+            raise click.UsageError(f"{' and '.join(unused)}: only with --chat")
         del options["system"], options["chat_template"]
 
     def work() -> Generation | ChatResult:
@@ -118,8 +119,8 @@ def generate(ckpt: Path, prompt: str | None, chats: bool, as_json: bool, **optio
                 if event.kind != "text":
                     console(event)
                     return
-                # no live line after the first token: it would overwrite the text
-                until_text.close()  # progress and text would disturb each other
+                # There is no live line after the first token, because it would overwrite the text.
+                until_text.close()
                 write_data(event.text, err=as_json)
 
             named = given({**options, "on_event": on_event})
@@ -136,13 +137,13 @@ def generate(ckpt: Path, prompt: str | None, chats: bool, as_json: bool, **optio
 
 
 def _typed_turns(until_text: ExitStack, as_json: bool) -> Iterator[str]:
-    """Yield the user's messages until /exit or the end of standard input; print a newline after each answer."""
+    """Yield the user's messages until /exit or the end of standard input."""
     until_text.close()
     typed = sys.stdin.isatty() and sys.stdout.isatty()
     if typed:
         import readline as readline  # input() edits lines with it
     elif isinstance(sys.stdin, TextIOWrapper):
-        # a program may send bytes that are not UTF-8; they should not end the chat
+        # A program may send bytes that are not UTF-8. They should not end the chat.
         sys.stdin.reconfigure(errors="replace")
     while True:
         try:
@@ -153,6 +154,6 @@ def _typed_turns(until_text: ExitStack, as_json: bool) -> Iterator[str]:
             return
         if line:
             yield line
-            click.echo(err=as_json)
+            click.echo(err=as_json)  # ends the line of the answer
     if typed:
         click.echo()

@@ -98,11 +98,12 @@ def launch(target: str | None, as_json: bool, **options: object) -> None:
 def _launch(
     target: str | None, flags: dict[str, Any], own: dict[str, Any]
 ) -> TrainingResult | JobFile | dict[str, object]:
+    """Write a job file, return the launcher's command, or train. `own`: options of no run."""
     if own["slurm"] or own["kubernetes"]:
         activate = Path(sys.prefix, "bin", "activate")
         if own["setup"] is None:
             own["setup"] = f". {shlex.quote(str(activate))}" if activate.exists() else ""
-        # the remaining options in `own` name hosts, which the scheduler chooses
+        # The other options in `own` name hosts, which the scheduler chooses.
         values = {field.name: own.pop(field.name) for field in fields(JobFileRequest) if field.name in own}
         _refuse_unused({name: value for name, value in own.items() if value not in (None, "", False, "pdsh")})
         return write_job_file(JobFileRequest(target=target, flags=flags, **values))
@@ -113,7 +114,7 @@ def _launch(
         return {"command": launcher_command(request.run, hosts, host_request)}
     with EventConsole(request.run.log_every) as console:
         report = Reporter(shielded(console))
-        # with --no-ssh every node runs this command; the first node supervises, the others follow
+        # With --no-ssh every node runs this command. The first node supervises, the others follow.
         if host_request.node_rank:
             from zerofit.app.clusters.node_agent import follow
 

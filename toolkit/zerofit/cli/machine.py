@@ -1,4 +1,4 @@
-"""`zerofit doctor` and `zerofit calibrate`: whether machines can train, and how fast they are."""
+"""`zerofit doctor` and `zerofit calibrate`: whether machines can train, and how fast."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def _examine(hostfile: Path | None, ssh_port: int | None, *, build_ops: bool, qu
     from zerofit.doctor.system import gpus
     from zerofit.spec.local_machine import cpu_ranks, usable_cores
 
-    # without GPUs, measure with as many ranks as a run would use, because ranks share the cores
     if hostfile:
         hosts = read_hostfile(hostfile)
-    else:  # with the ranks that `zerofit train` would start on this machine
+    else:
+        # Measure with as many ranks as `zerofit train` would start here. Without GPUs, ranks share the cores.
         hosts = (Host("localhost", len(gpus()["gpus"]) or cpu_ranks(usable_cores())),)
     with EventConsole() as console:
         options = ExamineOptions(ssh_port=ssh_port, build_ops=build_ops, measure=not quick)
@@ -93,13 +93,14 @@ def _show_findings(result: dict[str, Any]) -> None:
 
 
 def _show_report(result: dict[str, Any]) -> None:
-    """Print the facts for an issue report, without host names, the user's home and process numbers."""
-    installed = {found.name.lower(): found.version for found in importlib.metadata.distributions()}
+    """Print the facts for an issue report as Markdown."""
+    installed = {package.name.lower(): package.version for package in importlib.metadata.distributions()}
     versions = ", ".join(f"{name} {installed.get(name, 'not installed')}" for name in REPORTED)
     print(
         f"{versions}\nPython {platform.python_version()}, {platform.platform()}\n\n| check | | found |\n|---|---|---|"
     )
     for check in result["checks"]:
+        # An issue is public: leave out host names, process numbers and the user's home.
         if check["name"] != "processes":
             value = check["value"].replace(str(Path.home()), "~").replace("|", "\\|")
             print(f"| {check['name']} | {check['status']} | {value} |")
@@ -141,26 +142,28 @@ def _measure(ranks: int, threads: int, budget_s: float) -> dict[str, object]:
     from zerofit.doctor.measured import MeasurementJob, joined_figures, measured
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=err(), transient=True) as bar:
-        task = bar.add_task("", total=None)
+    with Progress(*columns, console=err(), transient=True) as progress:
+        task = progress.add_task("", total=None)
         job = MeasurementJob(ranks=ranks, threads=threads, seconds=budget_s, by_shape=True)
-        by_rank = measured(job, ranks, lambda phase: bar.update(task, description=phase))
+        by_rank = measured(job, ranks, lambda phase: progress.update(task, description=phase))
     return {**joined_figures(by_rank), "device_name": by_rank[0]["device_name"]}
 
 
-def _ranges(kernels: Sequence[dict[str, Any]]) -> dict[tuple[str, str], tuple[float, float, str]]:
-    rates: dict[tuple[str, str], list[float]] = {}
+def _rates(kernels: Sequence[dict[str, Any]]) -> dict[tuple[str, str], tuple[list[float], str]]:
+    """Return the rates of kernels, one for each shape, and their unit, by (kind, dtype)."""
+    rates: dict[tuple[str, str], tuple[list[float], str]] = {}
     for kernel in kernels:
+        # Kernels that compute are limited by arithmetic, the others by memory.
+        unit = "TFLOP/s" if kernel["flops"] else "GB/s"
         amount = kernel["flops"] / 1e12 if kernel["flops"] else kernel["moved_bytes"] / 1e9
-        rates.setdefault((kernel["kind"], kernel["dtype"]), []).append(amount / kernel["seconds"])
-    computing = {(kernel["kind"], kernel["dtype"]) for kernel in kernels if kernel["flops"]}
-    return {key: (min(of), max(of), "TFLOP/s" if key in computing else "GB/s") for key, of in rates.items()}
+        rates.setdefault((kernel["kind"], kernel["dtype"]), ([], unit))[0].append(amount / kernel["seconds"])
+    return rates
 
 
 def _show_speeds(result: dict[str, Any]) -> None:
     console, rows = out(), list[tuple[str, str]]()
-    for (kind, dtype), (least, most, unit) in _ranges(result["kernels"]).items():
-        rows.append((f"{kind} in {dtype}, by shape", f"{least:.3g} to {most:.3g} {unit}"))
+    for (kind, dtype), (rates, unit) in _rates(result["kernels"]).items():
+        rows.append((f"{kind} in {dtype}, by shape", f"{min(rates):.3g} to {max(rates):.3g} {unit}"))
     for precision, flops in result["matmul_flops"].items():
         rows.append((f"matrix products in {precision}", f"{flops / 1e12:.3g} TFLOP/s"))
     for names, unit, scale in ((BANDWIDTHS, "GB/s", 1e-9), (LATENCIES, "us", 1e6)):

@@ -48,7 +48,7 @@ COMMANDS = {
 # A command's module is imported when it runs: together they import rich, pydantic and YAML, which takes
 # half a second. `zerofit --help` and completion must answer in 0.2 s, so the lines above repeat the commands' help.
 class Commands(click.Group):
-    """A group that imports a command only when the user calls it, and prints errors as JSON with `--json`."""
+    """A group that imports a command only when the user calls it, and that supports `--json`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all commands."""
@@ -86,7 +86,7 @@ class Commands(click.Group):
         with safe_output(), ExitStack() as stack:
             world = _world(NO_SSH in (sys.argv if args is None else args))
             if world and world.rank:
-                # every process of the launcher runs this command, but the answer should appear only once
+                # Every process of the launcher runs this command, but the answer should appear only once.
                 null = stack.enter_context(open(os.devnull, "w"))
                 stack.enter_context(redirect_stdout(null))
                 stack.enter_context(redirect_stderr(null))
@@ -96,7 +96,7 @@ class Commands(click.Group):
         """Run the command. click's errors exit with code 2, bugs in zerofit with 70."""
         try:
             return super().invoke(ctx)
-        # click prints its own errors; only their JSON is missing
+        # click prints its own errors. Only their JSON is missing.
         except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError) as error:
             if ctx.meta["json"] and isinstance(error, click.UsageError):
                 problem = Problem(kind="usage", message=error.format_message(), hint="see --help")
@@ -121,7 +121,8 @@ def main(context: click.Context) -> None:
 
 
 def _world(no_ssh: bool) -> World | None:
-    """Return the world that a launcher gives this process; None for `launch --no-ssh`, which runs on every node."""
+    """Return the world that a launcher gives this process; None without a launcher."""
+    # `launch --no-ssh` runs on every node, and is not part of a launcher's world.
     try:
         return None if no_ssh else given_world(os.environ)
     except UserError:
@@ -129,7 +130,7 @@ def _world(no_ssh: bool) -> World | None:
 
 
 def _act_alone(command: str, context: click.Context) -> None:
-    """Run a command other than `train` only in the first process of a launcher. The other processes exit."""
+    """Run a command other than `train` only in the first process of a launcher."""
     world = _world(context.meta["no_ssh"])
     if world is None:
         return
@@ -137,8 +138,8 @@ def _act_alone(command: str, context: click.Context) -> None:
         error = refused_in(world, command)
         fail(list(error.problems), error.exit_code, context.meta["json"])
     if world.rank:
-        sys.exit(0)
+        sys.exit(0)  # the other processes
     others = f"{world.launcher} has started {world.size} processes, but `zerofit {command}` runs only in the first"
     click.echo(f"note: {others}; only `zerofit train` uses all of them", err=True)
-    # a command that starts ranks of its own must not pass on the rank of this process
+    # A command that starts ranks of its own must not pass on the rank of this process.
     leave_world(os.environ)

@@ -1,4 +1,4 @@
-"""`zerofit mcp`: the commands that coding agents need most, as tools of the Model Context Protocol."""
+"""`zerofit mcp`: commands as tools of the Model Context Protocol, for coding agents."""
 
 from __future__ import annotations
 
@@ -159,7 +159,8 @@ def _with_knobs(result: Simulation, report: OnEvent) -> Simulation:
 
 @cache
 def _limiter() -> anyio.CapacityLimiter:
-    """Return a lock for one call at a time: two simulations would need twice the host memory."""
+    """Return a lock that allows one call at a time."""
+    # Two simulations would need twice the host memory.
     return anyio.CapacityLimiter(1)
 
 
@@ -176,10 +177,9 @@ async def _answered(ctx: Context, work: Callable[[OnEvent], Any]) -> dict[str, o
 
     try:
         result = await anyio.to_thread.run_sync(work, report, limiter=_limiter())
-    # a bug keeps its traceback
     except Exception as error:
         problems = problems_of(error)
         if not problems:
-            raise
+            raise  # a bug keeps its traceback
         raise ToolError(json.dumps({"errors": [problem.as_dict() for problem in problems]})) from error
     return result if isinstance(result, dict) else result.to_dict()

@@ -1,4 +1,4 @@
-"""Options shared by several commands. The run's options are generated from the fields of `Run`."""
+"""Options shared by several commands; the run's options come from the fields of `Run`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from zerofit.spec.foreign import Unreadable, parse_json
 from zerofit.spec.run import AUTO, Run, plain_type, switch
 
 if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
     from zerofit.spec.cluster import Cluster
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -49,6 +51,9 @@ HARDWARE: dict[str, dict[str, Any]] = {
 }
 
 
+_PAIRS = re.compile(r"[A-Za-z_][\w.]*=[^,={}\[\]\"']+(,[A-Za-z_][\w.]*=[^,={}\[\]\"']+)*")
+
+
 class JsonObject(click.ParamType):
     """A JSON object on the command line, or `key=value,...`."""
 
@@ -69,17 +74,13 @@ class JsonObject(click.ParamType):
         return parsed
 
 
-_PAIRS = re.compile(r"[A-Za-z_][\w.]*=[^,={}\[\]\"']+(,[A-Za-z_][\w.]*=[^,={}\[\]\"']+)*")
-
-
-def _pair(word: str) -> tuple[str, Any]:
-    """Return the key and the value of `key=value`; numbers, true, false and null are parsed as JSON.
-
-    The value of a key that ends in `release` stays text, because release 0.10 is not 0.1.
-    """
+def _pair(word: str) -> tuple[str, object]:
+    """Return the key and the value of `key=value`."""
     key, _, value = word.partition("=")
+    # Release 0.10 is not 0.1.
     if key.endswith("release"):
         return key, value
+    # Numbers, true, false and null are values of JSON, and everything else is text.
     try:
         return key, parse_json(value)
     except Unreadable:
@@ -104,7 +105,7 @@ class Number(click.FloatRange):
     """A finite number within bounds (click would accept nan)."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Parse the value; anything but a finite number within the bounds is a usage error (exit code 2)."""
+        """Parse the value. Anything else is a usage error (exit code 2)."""
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number", param, ctx)
@@ -115,7 +116,8 @@ class Group(click.Group):
     """A group of commands. Its --help shows the first paragraph about each command uncut."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the names and first paragraphs of the commands; click would cut them after 45 letters."""
+        """Write the names and first paragraphs of the commands."""
+        # click would cut the paragraphs after 45 letters.
         rows = [(name, (command.help or "").partition("\n\n")[0]) for name, command in sorted(self.commands.items())]
         with formatter.section("Commands"):
             formatter.write_dl([(name, " ".join(text.split())) for name, text in rows])
@@ -138,12 +140,16 @@ def given(options: Mapping[str, object]) -> dict[str, Any]:
 
 
 def run_options(fields: Collection[str] | None = None) -> Decorator:
-    """Return a decorator that adds an option for each of these fields of Run (default: all except `model`)."""
-    taken = Run.model_fields.keys() - {"model"} if fields is None else fields
-    return add_options(*(_option(field, info) for field, info in Run.model_fields.items() if field in taken))
+    """Return a decorator that adds an option for each of these fields of Run.
+
+    Without `fields`, all fields except `model` become options.
+    """
+    named = Run.model_fields.keys() - {"model"} if fields is None else fields
+    return add_options(*(_option(field, info) for field, info in Run.model_fields.items() if field in named))
 
 
-def _option(field: str, info: Any) -> Callable[..., Any]:
+def _option(field: str, info: FieldInfo) -> Decorator:
+    """Return the option for a field of Run, according to the field's type."""
     name = "--" + field.replace("_", "-")
     kind = plain_type(info.annotation)
     extra: dict[str, Any] = {"default": None, "help": info.description}
@@ -154,17 +160,18 @@ def _option(field: str, info: Any) -> Callable[..., Any]:
     if bool in get_args(kind):
         return _switches(field, get_args(get_args(kind)[1]), extra)
     if get_origin(kind) is tuple:
-        # click passes () if the option is missing; None means that a run file's value stays
+        # click passes () if the option is missing. None means that a run file's value stays.
         return click.option(name, field, multiple=True, callback=lambda c, p, v: v or None, help=info.description)
     if get_origin(kind) is Literal:
         return click.option(name, field, type=click.Choice(get_args(kind)), **extra)
     if get_origin(kind) is Union:
         return click.option(name, field, type=CountOrAuto(), **extra)
-    types_of = {int: int, float: float, str: str, Path: PATH}
+    types_of: dict[object, Any] = {int: int, float: float, str: str, Path: PATH}
     return click.option(name, field, type=types_of.get(kind, JsonObject()), **extra)
 
 
 def _switches(field: str, words: Sequence[str], extra: Mapping[str, object]) -> Decorator:
+    """Return a switch for each value of a field that is true, false or one of `words`."""
     helps = {True: extra["help"], False: f"switch {switch(field, True)} off", **checkpointing.HELP}
     options = {"type": click.UNPROCESSED, "default": None}
     return add_options(
@@ -206,22 +213,22 @@ def hardware_options(*names: str, kinds: str) -> Decorator:
 
 
 def clusters(kinds: Sequence[str], **sizes: object) -> list[Cluster]:
-    """Return one cluster for each kind (kinds may be comma-separated); this machine if no kind is given.
+    """Return one cluster for each kind; this machine if no kind is given.
 
-    Raises UserError with all problems.
+    Kinds may be comma-separated. Raises UserError with all problems.
     """
     from zerofit.spec.cluster import Cluster
 
-    named = given(sizes)
+    overridden = given(sizes)
     names = list(dict.fromkeys(k.strip() for word in kinds for k in word.split(",") if k.strip()))
-    # `zerofit plan` without hardware is about this machine, also if some sizes are overridden
+    # `zerofit plan` without hardware is about this machine, also if some sizes are overridden.
     if not names:
-        return [replace(Cluster.here(), **named)]
+        return [replace(Cluster.here(), **overridden)]
     problems: list[Problem] = []
     hardware = []
     for name in names:
         try:
-            hardware.append(Cluster(name, **named))
+            hardware.append(Cluster(name, **overridden))
         except UserError as error:
             problems += error.problems
     if problems:

@@ -101,7 +101,7 @@ UNREAD = {
 
 
 def _columns(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
-    """Return the named columns; case does not matter. Raises BadParameter with the existing columns."""
+    """Return the named columns, in any case. Raises BadParameter with the existing columns."""
     names = {name.lower(): name for name in COLUMNS}
     words = [word.strip().lower() for word in value.split(",")] if value is not None else []
     if unknown := [word for word in words if word not in names]:

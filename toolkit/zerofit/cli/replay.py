@@ -16,7 +16,7 @@ from zerofit.cli.report import HTML, refuse_page, write_page
 from zerofit.explain.not_finite import Replay
 
 NOTHING = 1
-SHOWN = 8  # samples
+MAX_SAMPLES = 8  # that a line names
 
 
 @click.command()
@@ -43,9 +43,9 @@ def replay(run: Path, html: Path | None, as_json: bool, **settings: Any) -> None
 
     def work(console: EventConsole) -> Replay:
         refuse_page(html)
-        found = replay_run(run, **settings, on_event=console)
-        write_page(found.to_dict(), html)
-        return found
+        result = replay_run(run, **settings, on_event=console)
+        write_page(result.to_dict(), html)
+        return result
 
     result = answer_watched(work, as_json, show)
     sys.exit(0 if result.is_known else NOTHING)
@@ -75,8 +75,8 @@ def _facts(result: Replay) -> Iterator[tuple[str, str]]:
     for number, text in enumerate(result.inputs):
         yield "" if number else "inputs", text
     if result.samples:
-        more = f" and {len(result.samples) - SHOWN} more" if result.samples[SHOWN:] else ""
-        yield "samples", ", ".join(map(str, result.samples[:SHOWN])) + more + " (indices in the training data)"
+        others = f" and {len(result.samples) - MAX_SAMPLES} more" if result.samples[MAX_SAMPLES:] else ""
+        yield "samples", ", ".join(map(str, result.samples[:MAX_SAMPLES])) + others + " (indices in the training data)"
     for number, text in enumerate(result.evidence):
         yield "" if number else "because", text
     if result.advice:

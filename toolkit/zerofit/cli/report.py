@@ -29,10 +29,10 @@ def report(sources: tuple[Path, ...], out: Path, as_json: bool) -> None:
     def work() -> dict[str, object]:
         problems = Problems()
         check_page(out, "--out", problems)
-        found = problems.attempt(lambda: read_sources(sources)) or {}
+        contents = problems.attempt(lambda: read_sources(sources)) or {}
         problems.raise_if_any()
-        make_page(found).write(out, "--out")
-        listed = [{"kind": KINDS[type(content)], "title": content.title} for content in found.values()]
+        make_page(contents).write(out, "--out")
+        listed = [{"kind": KINDS[type(content)], "title": content.title} for content in contents.values()]
         return {"page": str(out), "sources": listed}
 
     answer(work, as_json, lambda written: click.echo(written["page"]))
@@ -55,10 +55,10 @@ def refuse_page(path: Path | None) -> None:
 
 
 def write_page(result: Mapping[str, object], path: Path | None) -> None:
-    """Write the page about `result`, the object that --json prints. Do nothing if --html was not given."""
+    """Write the page about `result`, the object that --json prints, if --html was given."""
     if path:
         from zerofit.report.answers import results_of
         from zerofit.report.report import make_page, with_names
 
-        found = [(content.title, content) for content in results_of(result)]
-        make_page(with_names(found)).write(path, "--html")
+        contents = [(content.title, content) for content in results_of(result)]
+        make_page(with_names(contents)).write(path, "--html")

@@ -1,8 +1,8 @@
-"""Print the answers of `zerofit plan --serve` and `--method`."""
+"""The printed answers of `zerofit plan --serve` and `--method`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from zerofit.cli.console import fitting_table, out, print_facts, print_verdict
@@ -13,19 +13,22 @@ if TYPE_CHECKING:
     from zerofit.app.planning.rollouts import Arrangement, RolloutPlan
     from zerofit.app.planning.serving import ServingPlan
 
+PARTS = 3  # of a phase's memory that its row names
+
 
 def show_serving(plan: ServingPlan) -> None:
     """Print whether a model fits in vLLM, what uses the memory, and which settings are safe."""
-    engine, s, console = plan.engine, plan.engine.settings, out()
-    where = f"{s.tensor_parallel_size} x {plan.cluster.label} ({shown_bytes(plan.cluster.device.memory_bytes)})"
+    engine, settings, console = plan.engine, plan.engine.settings, out()
+    memory = shown_bytes(plan.cluster.device.memory_bytes)
+    where = f"{settings.tensor_parallel_size} x {plan.cluster.label} ({memory})"
     verdict = "FITS" if engine.fits else "DOES NOT FIT"
-    release = ".".join(map(str, s.release))
+    release = ".".join(map(str, settings.release))
     print_verdict(console, verdict, f"{engine.model.name} in vLLM {release} on {where}", engine.fits)
-    print_facts(console, _serving(plan))
+    print_facts(console, _serving_facts(plan))
 
 
-def _serving(plan: ServingPlan) -> Iterator[tuple[str, str]]:
-    engine, s = plan.engine, plan.engine.settings
+def _serving_facts(plan: ServingPlan) -> Iterator[tuple[str, str]]:
+    engine, settings = plan.engine, plan.engine.settings
     if plan.problem:
         yield "because", plan.problem
     for remedy in plan.remedies if plan.problem else ():
@@ -34,42 +37,43 @@ def _serving(plan: ServingPlan) -> Iterator[tuple[str, str]]:
         tokens = engine.cache.tokens(engine.blocks, engine.need)
         blocks = f"{engine.blocks:,} blocks, {tokens:,} tokens"
         yield "KV cache", f"{shown_bytes(engine.cache_bytes)} on each GPU: {blocks}"
-        each = f"{engine.sequences:,.1f} sequences of {s.max_model_len:,} tokens"
-        limit = f", at most {s.max_num_seqs:,} of any length (max_num_seqs)"
+        sequences = f"{engine.sequences:,.1f} sequences of {settings.max_model_len:,} tokens"
+        limit = f", at most {settings.max_num_seqs:,} of any length (max_num_seqs)"
         copies = f"; {plan.copies} engines on {plan.cluster.ranks} GPUs" if plan.copies > 1 else ""
-        yield "at once", f"{each}{limit}{copies}"
+        yield "at once", f"{sequences}{limit}{copies}"
     parts = ", ".join(f"{part.name} {shown_bytes(part.bytes)}" for part in engine.parts)
-    allowed = f"{s.gpu_memory_utilization:g} of {shown_bytes(plan.cluster.device.memory_bytes)}"
+    allowed = f"{settings.gpu_memory_utilization:g} of {shown_bytes(plan.cluster.device.memory_bytes)}"
     yield "memory", f"{shown_bytes(engine.requested)} ({allowed}): {parts}"
     if engine.fits:
         low, high = engine.smallest_utilization, engine.largest_utilization
         yield "safe", f"gpu_memory_utilization {low:.2f} to {high:.2f}; max_model_len up to {engine.longest:,}"
-    batch = f"{s.max_num_batched_tokens:,} tokens per step (max_num_batched_tokens), {s.dtype}"
-    if s.quantization:
-        batch += f", weights in {s.quantization}{' as published' if s.quantization == engine.model.published else ''}"
+    batch = f"{settings.max_num_batched_tokens:,} tokens per step (max_num_batched_tokens), {settings.dtype}"
+    if settings.quantization:
+        published = " as published" if settings.quantization == engine.model.published else ""
+        batch += f", weights in {settings.quantization}{published}"
     if engine.model.reads_images:
         yield "note", "without the activations of the image encoder, as with --limit-mm-per-prompt image=0"
     yield "assumed", f"{batch}; other releases and settings: --rollout release=0.19,enforce_eager=true,..."
 
 
 def show_rollouts(plan: RolloutPlan) -> None:
-    """Print whether a method fits, its memory by phase, and how trainer and vLLM can share the GPUs, with times."""
+    """Print whether a method fits, its memory by phase, and how it can share the GPUs with vLLM."""
     best, console = plan.best, out()
     total = shown_bytes(plan.cluster.device.memory_bytes)
     where = f"{plan.cluster.ranks} x {plan.cluster.label} ({total})"
     verdict = "FITS" if best.fits else "DOES NOT FIT"
     print_verdict(console, verdict, f"{plan.name} of {plan.setup.profile.model} on {where}: {best.name}", best.fits)
     console.print()
-    rows = [
-        {"phase": phase.name, "memory": shown_bytes(phase.bytes), "largest parts": _parts(phase.parts)}
-        for phase in best.memory.phases
-    ]
+    rows = []
+    for phase in best.memory.phases:
+        largest = sorted(phase.parts.items(), key=lambda part: -part[1])[:PARTS]
+        parts = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in largest)
+        rows.append({"phase": phase.name, "memory": shown_bytes(phase.bytes), "largest parts": parts})
     highest = best.memory.highest.name
     styles = ["bold" if row["phase"] == highest else None for row in rows]
-    console.print(
-        fitting_table(console, rows, ("memory",), ("phase", "memory", "largest parts"), "largest parts", styles)
-    )
+    console.print(fitting_table(console, rows, ("memory",), tuple(rows[0]), "largest parts", styles))
     console.print()
+    # An arrangement is a way in which trainer and vLLM share the GPUs.
     rows = [_arrangement(row) for row in plan.arrangements]
     styles = [None if row.fits else "red" for row in plan.arrangements]
     console.print(fitting_table(console, rows, tuple(rows[0])[2:], tuple(rows[0]), "training", styles))
@@ -77,21 +81,17 @@ def show_rollouts(plan: RolloutPlan) -> None:
     print_facts(console, _rollout_facts(plan))
 
 
-def _parts(parts: Mapping[str, int]) -> str:
-    largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
-    return ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in largest)
-
-
 def _arrangement(row: Arrangement) -> dict[str, str]:
-    found = {
+    """Return the cells of an arrangement; those about vLLM only if it is used."""
+    cells = {
         "arrangement": row.name,
         "training": str(row.ranked.layout),
         "step": f"{row.time.step_s:.3g} s",
         "highest": shown_bytes(row.memory.highest.bytes),
     }
     if row.engine is None:
-        return found
-    return found | {
+        return cells
+    return cells | {
         "generate": f"{row.time.generate_s:.3g} s",
         "utilization": f"{row.engine.settings.gpu_memory_utilization:.2f}",
         "tokens/s": f"{row.time.tokens_per_s:,.0f}",
@@ -101,9 +101,9 @@ def _arrangement(row: Arrangement) -> dict[str, str]:
 def _rollout_facts(plan: RolloutPlan) -> Iterator[tuple[str, str]]:
     best, settings = plan.best, plan.settings
     highest = best.memory.highest
-    room = best.memory.room
-    left = f"{shown_bytes(room)} are left" if room >= 0 else f"{shown_bytes(-room)} are missing"
-    yield "highest", f"{highest.name}: {shown_bytes(highest.bytes)} on each GPU; {left}"
+    free = best.memory.room
+    balance = f"{shown_bytes(free)} are left" if free >= 0 else f"{shown_bytes(-free)} are missing"
+    yield "highest", f"{highest.name}: {shown_bytes(highest.bytes)} on each GPU; {balance}"
     for _, message in plan.findings:
         yield "note", message
     if best.memory.engine and best.fits:
@@ -111,12 +111,12 @@ def _rollout_facts(plan: RolloutPlan) -> Iterator[tuple[str, str]]:
         largest, smallest = best.memory.largest_utilization, engine.smallest_utilization
         sequences = f"{min(engine.sequences, engine.settings.max_num_seqs or 0):,.0f} completions at once"
         share = f"{settings.own_name('vllm_gpu_memory_utilization')} {engine.settings.gpu_memory_utilization:.2f}"
-        chosen = f"{share}: {sequences}"
-        yield "vLLM", f"{chosen}; {smallest:.2f} to {largest:.2f} are safe"
+        yield "vLLM", f"{share}: {sequences}; {smallest:.2f} to {largest:.2f} are safe"
     if best.memory.host_bytes:
         yield "host", f"{shown_bytes(best.memory.host_bytes)} per rank"
     batch = f"{counted(best.ranked.layout.global_batch, 'sequence')} of {plan.setup.profile.seq_len:,} tokens per step"
     lengths = f" (each with {settings.max_completion_length:,} generated tokens)" if best.engine else ""
+    # Which models are in memory in which phase depends on the trainer.
     trl = "TRL 1.16"
     if plan.name in WITH_PROCESSES:
         trl = "TRL 1.15 and later; others: --rollout trainer=verl or openrlhf"
@@ -128,8 +128,7 @@ def _rollout_facts(plan: RolloutPlan) -> Iterator[tuple[str, str]]:
         "verl": f"verl {settings.trainer_release} with strategy={settings.strategy}{other}",
         "openrlhf": "OpenRLHF with --train.colocate_all and --ds.packing_samples",
     }[settings.trainer]
-    phases = f"the phases are those of {trainer}"
-    yield "assumed", f"{batch}{lengths}; all have the full length; {phases}"
+    yield "assumed", f"{batch}{lengths}; all have the full length; the phases are those of {trainer}"
     for path in plan.written:
         yield "written", str(path)
     if best.fits and plan.files:

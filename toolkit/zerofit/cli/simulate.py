@@ -245,7 +245,7 @@ def _simulate_script(ctx: click.Context, words: list[str], as_json: bool, option
 
 
 def command_cluster(words: list[str], hardware: dict[str, object]) -> Cluster:
-    """Return the hardware from the options, with the command's number of GPUs or nodes by default.
+    """Return the hardware from the options, by default with the command's GPUs and nodes.
 
     Raises UserError with all problems.
     """
@@ -268,7 +268,7 @@ def _simulate_run(target: str, as_json: bool, options: dict[str, Any]) -> Simula
         console(Event(kind="status", text="checking the run and the model ..."))  # importing torch takes seconds
         from zerofit.app.simulation.runs import simulate as run
 
-        # A picture shows all layers.
+        # A picture of the memory over time shows all layers.
         exact = options["exact"] or options["plot"] is not None or options["html"] is not None
         settings = {name: options[name] for name in ("rank", "image", "alloc_conf", "trace", "snapshot")}
         result = run(request, cluster, **settings, exact=exact, on_event=console)
@@ -277,7 +277,7 @@ def _simulate_run(target: str, as_json: bool, options: dict[str, Any]) -> Simula
 
 
 def _show_and_try_changes(result: Simulation, as_json: bool, options: dict[str, Any]) -> Simulation:
-    """Compare the result with --baseline's file, show it, and simulate changes, which takes longer."""
+    """Compare the result with --baseline's file, show it, and simulate changes."""
     if options["base"] is not None:
         from zerofit.simulate.forecast.baseline import compare_with
 

@@ -33,9 +33,9 @@ from zerofit.watch.follow import follow
 if TYPE_CHECKING:
     from zerofit.report.trace_comparison import TraceComparison
 
-ROWS = 12  # maximum number of rows in a comparison of traces
+MAX_ROWS = 12  # of a comparison of traces
 
-# `zerofit train` without arguments: takes four minutes on two CPU cores
+# `zerofit train` without arguments; takes four minutes on two CPU cores
 DEFAULT_JOB = {
     "model": "llama-tiny",
     "data": "pysource",
@@ -72,6 +72,7 @@ def train(target: str | None, as_json: bool, anyway: bool, trust_model_code: boo
 
 
 def _train(target: str | None, flags: dict[str, object], anyway: bool, trusted: bool) -> TrainingResult:
+    """Start the ranks, or join those that a launcher starts, and train."""
     world = given_world(os.environ)
     earlier = ""
     if not (target or flags):
@@ -82,7 +83,7 @@ def _train(target: str | None, flags: dict[str, object], anyway: bool, trusted: 
             console.say(earlier)
         console.say("checking the run, the model and the data ...")  # importing torch takes seconds
         if world:
-            # torch logs every attempt to connect, in each process
+            # torch logs every attempt to connect, in each process.
             with quiet_torch():
                 from zerofit.app.training.from_launcher import lead
 
@@ -93,11 +94,12 @@ def _train(target: str | None, flags: dict[str, object], anyway: bool, trusted: 
 
 
 def _default_job(runs: Path) -> tuple[dict[str, object], str]:
-    """Return the run for `zerofit train` without arguments, and a line about an earlier run in `runs`.
+    """Return the run for `zerofit train` without arguments, and a line about an earlier run.
 
-    An unfinished run is resumed; otherwise the run is new. Without an earlier run the line is "".
+    Without an earlier run in the folder `runs`, the line is "".
     """
-    own = {name: value for name, value in DEFAULT_JOB.items() if name != "ds_config"}  # a run folder stores its content
+    # A run folder stores the content of ds_config, not its name.
+    own = {name: value for name, value in DEFAULT_JOB.items() if name != "ds_config"}
     for path in sorted(runs.glob("*/run.json"), key=lambda file: -file.stat().st_mtime):
         folder = RunFolder(path.parent)
         try:
@@ -117,7 +119,8 @@ def _default_job(runs: Path) -> tuple[dict[str, object], str]:
 
 
 def _follow() -> NoReturn:
-    """Join the training of the launcher's first process. Only that process reports errors of the run."""
+    """Join the training of the launcher's first process."""
+    # Only the first process reports errors of the run.
     try:
         world = given_world(os.environ)
     except UserError as error:
@@ -141,7 +144,8 @@ def show(result: TrainingResult) -> None:
     if result.unigram_entropy_nats is not None:
         meaning = "the loss of predicting each token by its frequency alone"
         figures["unigram entropy"] = f"{shown_score(result.unigram_entropy_nats)}  ({meaning})"
-    on_cpu = "reserved_bytes" not in result.against_forecast  # figures whose forecast is for the full process
+    # On a CPU the forecast is for the memory of the full process.
+    on_cpu = "reserved_bytes" not in result.against_forecast
     names = FIGURES | ({"memory_bytes": "process memory"} if on_cpu else {})
     figures |= {names[name]: _against_forecast(name, pair) for name, pair in result.against_forecast.items()}
     figures["run folder"] = _from_here(result.run_dir)
@@ -153,6 +157,7 @@ def show(result: TrainingResult) -> None:
 
 
 def _next_commands(result: TrainingResult) -> list[list[str]]:
+    """Return the commands that a user may run next: use the model, write a report, export."""
     folder, sample = _from_here(result.run_dir), (result.sample or "").split()
     prompt = ["--chat"] if result.conversations else ["--prompt", *sample[:1]]
     generates = sample or result.conversations
@@ -170,12 +175,14 @@ def _from_here(path: str) -> str:
 
 
 def _against_forecast(name: str, pair: Mapping[str, float | None]) -> str:
+    """Return a measured figure with its unit, and its forecast."""
     measured, forecast, difference = (pair[key] for key in ("measured", "forecast", "difference"))
     assert measured is not None
-    unit = (lambda value: f"{value:.3g} s") if name.endswith("_s") else partial(shown_bytes, unit_of=measured)
+    # Bytes have one unit in both figures, so that they can be compared.
+    shown = (lambda value: f"{value:.3g} s") if name.endswith("_s") else partial(shown_bytes, unit_of=measured)
     if forecast is None or difference is None:
-        return f"{unit(measured)}  (not forecast)"
-    return f"{unit(measured)}  ({unit(forecast)} forecast, {difference:+.1%})"
+        return f"{shown(measured)}  (not forecast)"
+    return f"{shown(measured)}  ({shown(forecast)} forecast, {difference:+.1%})"
 
 
 @click.command()
@@ -238,7 +245,7 @@ def _show_traces(traces: TraceComparison) -> None:
             "measured": f"{1e3 * row.measured_s:.3f} ms",
             "difference": f"{1e3 * row.off_s:+.3f} ms",
         }
-        for row in traces.rows[:ROWS]
+        for row in traces.rows[:MAX_ROWS]
     ]
     if rows:
         name, *figures = rows[0]

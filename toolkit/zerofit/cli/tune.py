@@ -27,10 +27,8 @@ from zerofit.spec.run import Run
 
 if TYPE_CHECKING:
     from zerofit.tune.search import Regret, TuneResult
-    from zerofit.tune.trial import Trial
 
-# the flags of hosts if no flag is given
-DEFAULTS = {**dict.fromkeys(HOST_FIELDS), "runner": "pdsh"}
+NO_HOSTS = {**dict.fromkeys(HOST_FIELDS), "runner": "pdsh"}  # the options about hosts if the user gave none
 
 
 @click.command()
@@ -68,12 +66,12 @@ def tune(
         from zerofit.app.tuning.job import TrialHosts
         from zerofit.app.tuning.tune import tune
 
-        on = {name: options.pop(name) for name in HOST_FIELDS}
-        # each trial on many hosts is a `zerofit launch` of its own, which gets the same flags of hosts
-        words, output = host_arguments(on), options.pop("output")
+        host_options = {name: options.pop(name) for name in HOST_FIELDS}
+        # Each trial on many hosts is a `zerofit launch` of its own, which gets the same options about hosts.
+        words, output = host_arguments(host_options), options.pop("output")
         hosts = None
-        if words != host_arguments(DEFAULTS):
-            hosts = TrialHosts(hosts=find_hosts(HostRequest(**on)), flags=tuple(words))
+        if words != host_arguments(NO_HOSTS):
+            hosts = TrialHosts(hosts=find_hosts(HostRequest(**host_options)), flags=tuple(words))
         flags = given(options)
         run = read_request(target, flags if target or flags else DEFAULT_JOB, trust_model_code)
         with EventConsole() as events:
@@ -84,38 +82,30 @@ def tune(
 
 
 def show(result: TuneResult) -> None:
-    """Print the trials, the best configuration, and the gain that untried configurations may offer."""
+    """Print the trials, the best configuration, and the gain that untried ones may offer."""
     console, tokens_per_s = out(), result.tokens_per_s
     rate = f"{tokens_per_s:,.0f} tokens/s" if tokens_per_s else f"{result.samples_per_s:,.0f} samples/s"
     print_verdict(console, "BEST", f"{_seconds(result.step_s)} per step, {rate}")
-    rows = [
-        {"": str(number), "configuration": row.configuration, **_figures(row.trial)}
-        for number, row in enumerate(result.trials, start=1)
-    ]
+    rows, notes = [], []
+    for number, row in enumerate(result.trials, start=1):
+        trial = row.trial
+        cells = {"": str(number), "configuration": row.configuration, "forecast": _seconds(trial.forecast_step_s)}
+        cells["measured"] = trial.status if trial.measured_step_s is None else _seconds(trial.measured_step_s)
+        cells["+-"] = "-" if trial.spread is None else f"{trial.spread:.1%}"
+        rows.append(cells)
+        # why a trial has no step time, or that its time is less certain
+        note = trial.reason if trial.measured_step_s is None else "cut short" if trial.cut_short else ""
+        if note:
+            notes.append((f"trial {number}", note))
     keep = ("", "configuration", "measured", "forecast", "+-")
     styles = ["bold green" if row.trial.measured_step_s == result.step_s else None for row in result.trials]
     console.print(fitting_table(console, rows, ("measured", "forecast", "+-"), keep, "configuration", styles))
-    notes = [
-        (f"trial {number}", note) for number, row in enumerate(result.trials, start=1) if (note := _note(row.trial))
-    ]
     print_facts(console, notes)
     print_facts(console, [("regret", _regret(result.regret)), *(("written", str(path)) for path in result.written)])
 
 
-def _figures(trial: Trial) -> dict[str, str]:
-    measured = trial.status if trial.measured_step_s is None else _seconds(trial.measured_step_s)
-    spread = "-" if trial.spread is None else f"{trial.spread:.1%}"
-    return {"forecast": _seconds(trial.forecast_step_s), "measured": measured, "+-": spread}
-
-
-def _note(trial: Trial) -> str:
-    """Return why a trial has no step time, or a note that it was cut short; "" for other trials."""
-    if trial.measured_step_s is None:
-        return trial.reason
-    return "cut short" if trial.cut_short else ""
-
-
 def _regret(regret: Regret) -> str:
+    """Return how much time per step the untried configurations may save, in words."""
     if regret.untried_step_s is None:
         return "none: every configuration that fits was tried"
     untried = f"{regret.untried} configurations were not tried; the best of them should take"
