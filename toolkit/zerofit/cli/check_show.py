@@ -69,15 +69,12 @@ def _show_group(console: Console, file: str, group: Sequence[Finding], show_all:
     print_facts(console, [("", line) for line in (*_others(group, most), first.why, *fixes)], indent=4)
 
 
-def _without_key(finding: Finding) -> str:
-    return finding.message.replace(finding.path, "").replace(finding.path.rpartition(".")[2], "")
-
-
 def _others(group: Sequence[Finding], most: int) -> Iterator[str]:
     """Yield lines about the places of a group's findings, after the first one."""
     others, unlisted = group[1:most], len(group[most:])
     # One line is enough for findings that differ only in the key.
-    if others and len({_without_key(finding) for finding in group[:most]}) == 1:
+    without_key = {f.message.replace(f.path, "").replace(f.path.rpartition(".")[2], "") for f in group[:most]}
+    if others and len(without_key) == 1:
         rest = f", and at {unlisted} more places" if unlisted else ""
         yield f"also line {', '.join(f'{finding.line} ({finding.path})' for finding in others)}{rest}"
         return

@@ -12,7 +12,15 @@ import click
 from rich.console import Console
 
 from zerofit.cli.answer import R
-from zerofit.cli.console import EventConsole, answer_watched, fitting_table, out, print_facts, print_verdict
+from zerofit.cli.console import (
+    EventConsole,
+    answer_watched,
+    first_names,
+    fitting_table,
+    out,
+    print_facts,
+    print_verdict,
+)
 from zerofit.cli.options import AS_JSON, PATH, TRUST_MODEL_CODE, Group
 from zerofit.spec.events import OnEvent
 from zerofit.spec.model_facts import PRECISIONS
@@ -187,12 +195,11 @@ def show_list(result: CheckpointList) -> None:
     rows, styles = [], []
     for row in result.checkpoints:
         wrong = [f"{problem.file}: {problem.kind}" for problem in row.problems]
-        others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         known = row.created is not None
         rows.append(
             {
                 "step": str(row.step),
-                "state": "complete" if row.whole else f"damaged: {wrong[0]}{others}",
+                "state": "complete" if row.whole else f"damaged: {first_names(wrong, 1)}",
                 "saved": _moment(row.created) if known else "?",
                 "size": shown_bytes(row.bytes or 0) if known else "?",
                 "ranks": str(row.world_size) if row.world_size else "?",

@@ -7,7 +7,7 @@ import shlex
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from math import inf
@@ -124,6 +124,18 @@ def _wrapped(console: Console, label: str, text: str, indent: int, hang: int) ->
         break_on_hyphens=False,
     )
     return wrapped.replace("\N{NO-BREAK SPACE}", " ")
+
+
+def labelled(label: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield a fact for each text, with the label only at the first one."""
+    for number, text in enumerate(texts):
+        yield "" if number else label, text
+
+
+def first_names(names: Sequence[str], most: int) -> str:
+    """Return the first names, and the number of the others: "a, b and 3 more"."""
+    others = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + others
 
 
 def print_next(console: Console, commands: Iterable[Sequence[str]]) -> None:
@@ -370,8 +382,7 @@ def show_checks(checks: Sequence[Check], hosts: int, console: Console) -> None:
     for group in ordered:
         first = group[0]
         names = [check.host for check in group]
-        others = f" and {len(names) - MAX_HOSTS} more" if len(names) > MAX_HOSTS else ""
-        where = f"all {hosts} hosts" if len(names) == hosts else ", ".join(names[:MAX_HOSTS]) + others
+        where = f"all {hosts} hosts" if len(names) == hosts else first_names(names, MAX_HOSTS)
         expected = f" (expected: {first.expected})" if first.expected and first.status != OK else ""
         text = first.value + expected + (f"; on {where}" if hosts > 1 else "")
         print_facts(console, [(f"{first.status:4} {first.name}", text)], indent, style=STYLES[first.status])

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 import click
 
 from zerofit.app.explaining import explain as explain_what
-from zerofit.cli.console import EventConsole, answer_watched, out, print_facts, print_verdict
+from zerofit.cli.console import (
+    EventConsole,
+    answer_watched,
+    first_names,
+    labelled,
+    out,
+    print_facts,
+    print_verdict,
+)
 from zerofit.cli.options import AS_JSON, hardware_options
 from zerofit.cli.report import HTML, refuse_page, write_page
 from zerofit.cli.simulate import HARDWARE_FIELDS, SCRIPT, CommandAfterDashes, command_cluster, single_cluster
@@ -86,7 +94,7 @@ def show(result: Explanation) -> None:
 
 
 def _facts(result: Explanation) -> Iterator[tuple[str, str]]:
-    yield from _labelled("because", result.evidence)
+    yield from labelled("because", result.evidence)
     if result.at:
         function = f" ({result.function})" if result.function else ""
         yield "your line", f"{result.at}{function}{f': {result.code}' if result.code else ''}"
@@ -95,22 +103,21 @@ def _facts(result: Explanation) -> Iterator[tuple[str, str]]:
     if when := [*filter(None, [result.phase, f"after {counted(result.steps, 'step')}" if result.steps else ""])]:
         yield "when", ", ".join(when)
     if result.ranks:
-        others = f" and {len(result.ranks) - MAX_RANKS} more" if result.ranks[MAX_RANKS:] else ""
-        yield "reported by", f"rank{'s' * (len(result.ranks) > 1)} {', '.join(result.ranks[:MAX_RANKS])}{others}"
+        yield "reported by", f"rank{'s' * (len(result.ranks) > 1)} {first_names(result.ranks, MAX_RANKS)}"
     if memory := list(_memory(result)):
         yield "memory", ", ".join(memory)
     total = sum(result.alive.values())
     parts = [f"{shown_bytes(size):<9} {size / total:>4.0%}  {kind}" for kind, size in result.alive.items() if size]
-    yield from _labelled("alive", parts)
+    yield from labelled("alive", parts)
     lines = [f"{shown_bytes(line.bytes):<9} {line.place} ({line.function}), {line.kind}" for line in result.lines]
-    yield from _labelled("lines", lines)
+    yield from labelled("lines", lines)
     if result.forecast:
         at = f" in {result.forecast.phase}" if result.forecast.phase else ""
         kinds = sorted(result.forecast.kinds.items(), key=lambda entry: -entry[1])[:KINDS]
         largest = "; at its peak " + ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in kinds) if kinds else ""
         yield "forecast", f"{shown_bytes(result.forecast.allocated_bytes)} in tensors{at}{largest}"
-        yield from _labelled("differs", result.forecast.parts)
-    yield from _labelled("to make room" if result.place else "try", list(_changes(result.changes)))
+        yield from labelled("differs", result.forecast.parts)
+    yield from labelled("to make room" if result.place else "try", list(_changes(result.changes)))
 
 
 def _memory(result: Explanation) -> Iterator[str]:
@@ -137,9 +144,3 @@ def _changes(changes: Sequence[Change]) -> Iterator[str]:
         size = f"{shown_bytes(change.reserved_bytes):<8}  " if change.reserved_bytes is not None else ""
         price = f"{cost(change.slowdown)}  " if change.slowdown is not None else ""
         yield f"{size}{price}{change.change}" + ("  (does not fit alone)" if change.fits is False else "")
-
-
-def _labelled(label: str, texts: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield a fact for each text, with the label only at the first one."""
-    for number, text in enumerate(texts):
-        yield "" if number else label, text

@@ -119,34 +119,29 @@ def calibrate(seconds: float, as_json: bool) -> None:
 
 
 def _calibrate(budget_s: float) -> dict[str, object]:
+    """Measure this machine with one rank per device, and write the figures. Raises RunFailed."""
+    from zerofit.doctor.measured import MeasurementJob, joined_figures, measured
     from zerofit.spec.cluster import Cluster
     from zerofit.spec.local_machine import Calibration, usable_cores, write_calibration
 
     cluster, versions = Cluster.here(), {name: importlib.metadata.version(name) for name in VERSIONS}
     start = time.perf_counter()
-    measurements = _measure(cluster.gpus, max(1, usable_cores() // cluster.gpus), budget_s)
-    about = {
-        "kind": cluster.device.kind,
-        "device_name": measurements.pop("device_name") or f"CPU ({platform.machine()})",
-        "devices": cluster.gpus,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": versions,
-    }
-    calibration = Calibration.from_dict({**about, **measurements})
-    path = write_calibration(calibration)
-    return {**asdict(calibration), "file": str(path), "seconds": round(time.perf_counter() - start, 1)}
-
-
-def _measure(ranks: int, threads: int, budget_s: float) -> dict[str, object]:
-    """Return the measurements of the ranks. Raises RunFailed."""
-    from zerofit.doctor.measured import MeasurementJob, joined_figures, measured
-
+    ranks, threads = cluster.gpus, max(1, usable_cores() // cluster.gpus)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=err(), transient=True) as progress:
         task = progress.add_task("", total=None)
         job = MeasurementJob(ranks=ranks, threads=threads, seconds=budget_s, by_shape=True)
         by_rank = measured(job, ranks, lambda phase: progress.update(task, description=phase))
-    return {**joined_figures(by_rank), "device_name": by_rank[0]["device_name"]}
+    about = {
+        "kind": cluster.device.kind,
+        "device_name": by_rank[0]["device_name"] or f"CPU ({platform.machine()})",
+        "devices": ranks,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions,
+    }
+    calibration = Calibration.from_dict({**about, **joined_figures(by_rank)})
+    path = write_calibration(calibration)
+    return {**asdict(calibration), "file": str(path), "seconds": round(time.perf_counter() - start, 1)}
 
 
 def _rates(kernels: Sequence[dict[str, Any]]) -> dict[tuple[str, str], tuple[list[float], str]]:

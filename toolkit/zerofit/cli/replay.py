@@ -10,7 +10,15 @@ from typing import Any
 import click
 
 from zerofit.app.replaying import replay as replay_run
-from zerofit.cli.console import EventConsole, answer_watched, out, print_facts, print_verdict
+from zerofit.cli.console import (
+    EventConsole,
+    answer_watched,
+    first_names,
+    labelled,
+    out,
+    print_facts,
+    print_verdict,
+)
 from zerofit.cli.options import AS_JSON, PATH, TRUST_MODEL_CODE
 from zerofit.cli.report import HTML, refuse_page, write_page
 from zerofit.explain.not_finite import Replay
@@ -72,13 +80,10 @@ def _facts(result: Replay) -> Iterator[tuple[str, str]]:
         yield "tensor", result.tensor
     if result.line:
         yield "line", result.line
-    for number, text in enumerate(result.inputs):
-        yield "" if number else "inputs", text
+    yield from labelled("inputs", result.inputs)
     if result.samples:
-        others = f" and {len(result.samples) - MAX_SAMPLES} more" if result.samples[MAX_SAMPLES:] else ""
-        yield "samples", ", ".join(map(str, result.samples[:MAX_SAMPLES])) + others + " (indices in the training data)"
-    for number, text in enumerate(result.evidence):
-        yield "" if number else "because", text
+        yield "samples", f"{first_names(list(map(str, result.samples)), MAX_SAMPLES)} (indices in the training data)"
+    yield from labelled("because", result.evidence)
     if result.advice:
         yield "to do", result.advice
     start = f"{Path(result.start).name} (step {result.start_step})" if result.start else "the first step"

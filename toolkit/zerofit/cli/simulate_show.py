@@ -8,7 +8,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.text import Text
 
-from zerofit.cli.console import fitting_table, out, print_facts
+from zerofit.cli.console import fitting_table, labelled, out, print_facts
 from zerofit.models.inputs import ImageInputs, NamedInputs, TableInputs
 from zerofit.simulate.forecast.result import ALIKE, SimulatedRun, SimulatedScript, Simulation
 from zerofit.simulate.forecast.verdict import FITS, NOT
@@ -227,7 +227,7 @@ def show_knobs(result: Simulation, details: bool) -> None:
         facts = [
             f"{size:<8}  {cost(row.slowdown):<{width}}{row.change}" for size, row in zip(sizes, ranked, strict=True)
         ]
-        print_facts(console, zip([label, *[""] * len(facts)], facts, strict=False), hang=10 + width)
+        print_facts(console, labelled(label, facts), hang=10 + width)
     if not details:
         how = "as a picture: --plot memory.png    " if isinstance(result.run, SimulatedRun) else ""
         # A script's change names a file that does not exist.

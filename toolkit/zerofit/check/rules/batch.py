@@ -39,9 +39,14 @@ def batch(c: CheckSubject) -> Iterator[Finding]:
             fix=f"remove it, and set {MICRO} and {STEPS}",
         )
     elif total and c.ranks:
-        yield from _against_ranks(c, total, micro, steps, c.ranks)
+        dp = max(1, c.ranks // (c.pipeline * c.sequence_parallel))
+        product = (micro or 1) * (steps or 1) * dp
+        # If a size is missing, DeepSpeed computes it, which needs a division without remainder.
+        wrong = total != product if micro and steps else total % product != 0
+        if wrong:
+            yield _identity(total, micro or 0, steps or 0, dp)
     elif total and total % ((micro or 1) * (steps or 1)):
-        yield _identity(c, total, micro or 1, steps or 1, None)
+        yield _identity(total, micro or 1, steps or 1, None)
     elif total and micro and c.setting.reader != "zerofit":  # zerofit chooses the number of ranks itself
         allowed = _data_degrees(total, micro, steps, fixed=steps is not None)
         yield Finding(
@@ -71,16 +76,7 @@ def _data_degrees(total: int, micro: int, steps: int | None, *, fixed: bool) -> 
     return str(most) if fixed or most == 1 else f"{most} or a divisor of it"
 
 
-def _against_ranks(c: CheckSubject, total: int, micro: int | None, steps: int | None, ranks: int) -> Iterator[Finding]:
-    dp = max(1, ranks // (c.pipeline * c.sequence_parallel))
-    product = (micro or 1) * (steps or 1) * dp
-    # If a size is missing, DeepSpeed computes it, which needs a division without remainder.
-    wrong = total != product if micro and steps else total % product != 0
-    if wrong:
-        yield _identity(c, total, micro or 0, steps or 0, dp)
-
-
-def _identity(c: CheckSubject, total: int, micro: int, steps: int, dp: int | None) -> Finding:
+def _identity(total: int, micro: int, steps: int, dp: int | None) -> Finding:
     """Return the finding about a total that is not the product of the known sizes."""
     product = (micro or 1) * (steps or 1) * (dp or 1)
     complete = micro and steps and dp
