@@ -110,6 +110,13 @@ def test_usage_errors_are_json_too():
     assert "'many'" in error["message"]
 
 
+def test_an_option_of_the_script_is_none_of_zerofit():
+    """--json after the dashes is the script's, so standard output stays empty."""
+    done = CliRunner().invoke(main, ["simulate", "--stepz", "5", "--", "python", "train.py", "--json"])
+    assert done.exit_code == 2
+    assert "--stepz" in done.stderr and not done.stdout
+
+
 def test_a_module_of_the_users_that_does_not_parse(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_broken.py").write_text("def make(:\n")

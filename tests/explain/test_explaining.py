@@ -141,6 +141,14 @@ def test_exit_codes_and_standard_input(tmp_path):
     assert run(log, "--", "python", "none.py").exit_code == 2
 
 
+@pytest.mark.parametrize("gpus", ["0", "2"])
+def test_hardware_of_a_log_needs_its_command(tmp_path, gpus):
+    log = tmp_path / "train.log"
+    log.write_text("nothing\n")
+    done = run(log, "--gpus", gpus)
+    assert done.exit_code == 2 and "hardware without a command" in done.stderr
+
+
 def test_every_line_fits_the_terminal(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for texts in PHASES.values():

@@ -73,7 +73,8 @@ def _cluster(ctx: click.Context, what: str, hardware: dict[str, object]) -> Clus
     words = ctx.meta[SCRIPT]
     if words is not None:
         return command_cluster(words, hardware)
-    if not any(hardware.values()):
+    # click passes () for --gpu without a value. 0 is a value, which the cluster refuses.
+    if all(value in (None, ()) for value in hardware.values()):
         return None
     if not Path(what).is_dir():
         hint = "add -- and the command that started the run"

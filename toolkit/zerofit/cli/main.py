@@ -78,13 +78,14 @@ class Commands(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Record whether `--json` and `--no-ssh` are among the arguments."""
-        ctx.meta["json"], ctx.meta["no_ssh"] = "--json" in args, NO_SSH in args
+        own = _before_dashes(args)
+        ctx.meta["json"], ctx.meta["no_ssh"] = "--json" in own, NO_SSH in own
         return super().parse_args(ctx, args)
 
     def main(self, args: Sequence[str] | None = None, *arguments: Any, **options: Any) -> object:
         """Run the command line with safe output; under a launcher only the first rank prints."""
         with safe_output(), ExitStack() as stack:
-            world = _world(NO_SSH in (sys.argv if args is None else args))
+            world = _world(NO_SSH in _before_dashes(sys.argv if args is None else args))
             if world and world.rank:
                 # Every process of the launcher runs this command, but the answer should appear only once.
                 null = stack.enter_context(open(os.devnull, "w"))
@@ -118,6 +119,11 @@ def main(context: click.Context) -> None:
     """
     if context.invoked_subcommand != "train":  # train joins the processes of a launcher
         _act_alone(context.invoked_subcommand or "", context)
+
+
+def _before_dashes(args: Sequence[str]) -> Sequence[str]:
+    """Return the arguments before `--`. Those after it belong to another program."""
+    return args[: args.index("--")] if "--" in args else args
 
 
 def _world(no_ssh: bool) -> World | None:
