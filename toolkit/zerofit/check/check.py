@@ -45,6 +45,7 @@ def check(document: Document, setting: TargetHardware) -> list[Finding]:
             with suppress(UnclearValue):
                 findings += map(effective.in_file, rule(effective.subject))
         findings += map(effective.in_file, effective.findings)
+    # Rules know only paths. Find their lines, and drop edits of texts that cannot be edited in place.
     for n, finding in enumerate(findings):
         if not finding.line:
             place = document.place(finding.path)

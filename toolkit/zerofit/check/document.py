@@ -78,6 +78,7 @@ class Document:
 
 
 def _duplicates(value: ParsedValue, prefix: str) -> Iterator[tuple[str, ObjectMember, ObjectMember]]:
+    # Readers that accept duplicate keys use the last one.
     last = {m.key: m for m in value.members}
     for member in value.members:
         path = f"{prefix}{member.key}"

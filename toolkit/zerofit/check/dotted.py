@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_ABSENT = object()
+_ABSENT = object()  # None is a value: null
 
 
 def get(config: Mapping[str, object], path: str, default: object = None) -> Any:

@@ -46,6 +46,7 @@ def program_of(config: object) -> tuple[Program, tuple[str, ...]] | None:
 
 def where_to_look(program: Program, config: Mapping[str, object], file: str) -> str:
     """Return a hint for another program's file: how to check the DeepSpeed JSON that it names."""
+    # Accelerate makes a JSON from its own keys, unless its file names one.
     if program.kind == "accelerate":
         kind = config.get("distributed_type")
         if kind in (None, "DEEPSPEED"):

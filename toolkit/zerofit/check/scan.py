@@ -23,7 +23,7 @@ NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 CONSTANT = re.compile(r"true|false|null")
 CONSTANTS = {"true": True, "false": False, "null": None}
 PYTHON = {"True": "true", "False": "false", "None": "null", "'": "a string in double quotes"}
-MOST_DIGITS = 400  # digits; a double has at most 309 before its point
+MAX_DIGITS = 400  # a double has at most 309 before its point
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +185,8 @@ class Scanner:
             raise SyntaxFault(error.reason, place.line, place.column, final=True) from None
 
     def _number(self, word: str) -> float | int:
-        if len(word) <= MOST_DIGITS and math.isfinite(float(word)):
+        # Python converts long integers only up to 4,300 digits, and 1e400 becomes infinity, which JSON does not have.
+        if len(word) <= MAX_DIGITS and math.isfinite(float(word)):
             return int(word) if word.lstrip("-").isdigit() else float(word)
         shown = word if len(word) < 20 else f"a number of {len(word):,} characters"
         place = self.place(self._at - len(word), self._at)
@@ -193,6 +194,7 @@ class Scanner:
         raise SyntaxFault(message, place.line, place.column, final=True)
 
     def _fail(self, expected: str) -> NoReturn:
+        """Raise SyntaxFault at the next character, with the most likely cause."""
         place = self.place(self._at, self._at)
         rest = self._text[self._at : self._at + 12].split("\n")[0]
         python = re.match(r"True\b|False\b|None\b|'", rest)
@@ -204,4 +206,5 @@ class Scanner:
             message = f"got Python's {python.group()}; JSON needs {PYTHON[python.group()]}"
         else:
             message = f"got {rest!r}; expected {expected}"
+        # HJSON would read True as the text "True", which nobody means.
         raise SyntaxFault(message, place.line, place.column, final=python is not None)

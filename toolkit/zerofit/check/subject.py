@@ -94,6 +94,7 @@ class CheckSubject:
 
     def on(self, path: str) -> bool:
         """Return whether the value is true. A missing key has DeepSpeed's default."""
+        # "auto" is not on: what fills it is unknown.
         value = self.get(path)
         return value is True or (value is None and self.default(path) is True)
 

@@ -30,6 +30,7 @@ def text_findings(document: Document, reader: str) -> Iterator[Finding]:
 
 
 def _strict_json(document: Document, reader: str) -> Iterator[Finding]:
+    # DeepSpeed itself reads HJSON: comments, trailing commas and words without quotes. Other readers stop there.
     stops = reader in STRICT_READERS
     strict = f"{SPOKEN[reader]} supports only strict JSON and stops with an error"
     if document.encoding != "utf-8" and reader != "zerofit":

@@ -63,7 +63,8 @@ def _show_group(console: Console, file: str, group: Sequence[Finding], show_all:
     first, most = group[0], len(group) if show_all else MAX_PLACES
     color = "red" if first.severity == "error" else "yellow"
     head = f"{file}:{first.line}:{first.column}: {first.severity}: {first.message} [{first.code}]"
-    places = {finding.fix: finding.path for finding in reversed(group[:most])}  # fix -> the first key that it is for
+    # Each different fix is printed once, with the first key that it is for.
+    places = {finding.fix: finding.path for finding in reversed(group[:most])}
     fixes = [f"fix: {f'{path}: ' if len(places) > 1 and path else ''}{fix}" for fix, path in reversed(places.items())]
     print_facts(console, [("", head)], indent=0, hang=4, style=color)
     print_facts(console, [("", line) for line in (*_others(group, most), first.why, *fixes)], indent=4)

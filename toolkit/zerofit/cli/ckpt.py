@@ -40,6 +40,7 @@ def _trust(context: click.Context, _: click.Parameter, trusted: bool) -> None:
     if trusted:
         from zerofit.checkpoint.safe_load import trusted_pickles
 
+        # click leaves this context at the end of the command.
         context.with_resource(trusted_pickles(True))
 
 
@@ -195,6 +196,7 @@ def show_list(result: CheckpointList) -> None:
     rows, styles = [], []
     for row in result.checkpoints:
         wrong = [f"{problem.file}: {problem.kind}" for problem in row.problems]
+        # A damaged checkpoint may not have the file with these facts.
         known = row.created is not None
         rows.append(
             {
@@ -227,6 +229,7 @@ def show_list(result: CheckpointList) -> None:
 def show_description(result: CheckpointDescription) -> None:
     """Print the facts of one checkpoint."""
     console = out()
+    # Only zerofit's own checkpoints have these facts of the run.
     if result.batch is None or result.world_size is None:
         _show_foreign(result)
         return
@@ -247,7 +250,7 @@ def show_description(result: CheckpointDescription) -> None:
 
 
 def _show_foreign(result: CheckpointDescription) -> None:
-    """Print the facts of another program's checkpoint, which says less about its run."""
+    """Print the facts of another program's checkpoint."""
     console = out()
     console.print(f"STEP {result.step}  {result.path}", style="bold", soft_wrap=True)
     lines = {

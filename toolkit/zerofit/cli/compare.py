@@ -12,7 +12,7 @@ from rich.console import Console
 from zerofit.cli.answer import R
 from zerofit.cli.console import EventConsole, answer_watched, fitting_table, out, print_facts, print_verdict
 from zerofit.cli.options import ANYWAY, AS_JSON, PATH, Group, Number, add_options, given, run_options
-from zerofit.compare.job import WARM, CompareJob
+from zerofit.compare.job import STRATEGIES, WARM, CompareJob
 from zerofit.spec.run import load_run
 from zerofit.spec.units import counted
 
@@ -75,8 +75,7 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> 
 def _list(context: click.Context, parameter: click.Parameter, listing: bool) -> None:
     if not listing or context.resilient_parsing:
         return
-    from zerofit.compare.job import STRATEGIES
-
+    # An eager option: it needs no MODEL, and ends the command.
     for strategy in STRATEGIES.values():
         click.echo(f"{strategy.name:24} {strategy.title}")
     context.exit()
@@ -265,6 +264,7 @@ def show_scaling(result: Comparison[ScalingRow]) -> None:
 
 def _first_to_target(summary: Sequence[SizeSummary], target: str, epochs: int) -> tuple[bool, str]:
     """Return whether a batch size reached the target with every seed, and a sentence about it."""
+    # A size that missed the target with one seed is not a reliable choice.
     medians = {
         size.batch_size: size.seconds_to_target[0]
         for size in summary

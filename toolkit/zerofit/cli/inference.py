@@ -74,8 +74,9 @@ def _show_scores(result: Evaluation) -> None:
     facts["speed"] = f"{shown_rate(result.samples_per_s)} samples/s"
     if result.tokens_per_s is not None:
         facts["speed"] += f", {result.tokens_per_s:,.0f} tokens/s"
-    on_top = result.peak_host_bytes - result.host_bytes_before
-    facts["host memory"] = f"{shown_bytes(result.peak_host_bytes)}, {shown_bytes(on_top)} of it for the model"
+    # Python and the libraries need memory before the model is loaded.
+    for_model = result.peak_host_bytes - result.host_bytes_before
+    facts["host memory"] = f"{shown_bytes(result.peak_host_bytes)}, {shown_bytes(for_model)} of it for the model"
     if result.peak_device_bytes is not None:
         facts["GPU memory"] = shown_bytes(result.peak_device_bytes)
     print_facts(console, facts.items(), indent=15)

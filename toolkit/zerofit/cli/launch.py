@@ -91,6 +91,7 @@ def launch(target: str | None, as_json: bool, **options: object) -> None:
     All hosts are checked before the start. If a rank dies or hangs (has no heartbeat), all ranks are stopped. With
     --max-restarts the run then restarts from its newest checkpoint.
     """
+    # The run's options go to every node, the others are for this command.
     own = {name: options.pop(name) for name in list(options) if name not in Run.model_fields}
     answer(lambda: _launch(target, given(options), own), as_json, _show)
 

@@ -171,10 +171,12 @@ async def _answered(ctx: Context, work: Callable[[OnEvent], Any]) -> dict[str, o
     """
     reports = itertools.count(1)
 
+    # Called in the thread of the work; the protocol's messages are sent by the event loop.
     def report(event: Event) -> None:
         if event.text:
             anyio.from_thread.run(ctx.report_progress, next(reports), None, event.text)
 
+    # The work blocks for minutes. In a thread, the server can still answer pings and send progress.
     try:
         result = await anyio.to_thread.run_sync(work, report, limiter=_limiter())
     except Exception as error:

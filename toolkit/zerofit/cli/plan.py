@@ -265,6 +265,7 @@ def _read_request(model: str | None, options: dict[str, Any]) -> tuple[PlanningR
     from zerofit.app.planning.output_files import refuse_existing, refuse_place
     from zerofit.app.planning.request import PlanningRequest
 
+    # Each step runs even if another one fails, so that one answer names all wrong options.
     problems = Problems()
     pins: Any = given({name: options[name] for name in (*RUN_FIELDS, *PLAN_PINS, "precision")})
     arguments = {

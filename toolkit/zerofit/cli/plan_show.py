@@ -228,6 +228,7 @@ def _files(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
         }
         yield "", f"layout {chosen + 1}; {next_steps[plan.layouts[chosen].layout.engine]}"
     if plan.traced:
+        # A trace shows what makes a layout slow, also of one that does not fit.
         words = f"layout {plan.shown + 1}" if plan.layouts else "the first layout, which does not fit"
         yield "trace", f"{plan.traced}, a step of {words} (opens in https://ui.perfetto.dev)"
     if plan.profile_file and details:
@@ -258,6 +259,7 @@ def _hours(value: float) -> str:
 
 
 def _time(seconds: float) -> str:
+    # The largest unit of which there are at least two: 90 min, not 1.5 h.
     for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:,.3g} {unit}"

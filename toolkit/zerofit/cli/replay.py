@@ -86,6 +86,7 @@ def _facts(result: Replay) -> Iterator[tuple[str, str]]:
     yield from labelled("because", result.evidence)
     if result.advice:
         yield "to do", result.advice
+    # Equal losses show that the replay repeats the run, so its cause is the run's cause.
     start = f"{Path(result.start).name} (step {result.start_step})" if result.start else "the first step"
     yield "started at", f"{start}, in {result.precision}"
     if result.compared_losses:

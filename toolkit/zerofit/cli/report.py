@@ -27,6 +27,7 @@ def report(sources: tuple[Path, ...], out: Path, as_json: bool) -> None:
     from zerofit.report.report import KINDS, make_page, read_sources
 
     def work() -> dict[str, object]:
+        # Name all problems at once: those of the page and those of the sources.
         problems = Problems()
         check_page(out, "--out", problems)
         contents = problems.attempt(lambda: read_sources(sources)) or {}

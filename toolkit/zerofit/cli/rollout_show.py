@@ -33,6 +33,7 @@ def _serving_facts(plan: ServingPlan) -> Iterator[tuple[str, str]]:
         yield "because", plan.problem
     for remedy in plan.remedies if plan.problem else ():
         yield "try", f"--rollout {remedy}"
+    # vLLM divides the memory that is left into blocks of the KV cache. Their number limits the sequences at once.
     if engine.blocks:
         tokens = engine.cache.tokens(engine.blocks, engine.need)
         blocks = f"{engine.blocks:,} blocks, {tokens:,} tokens"

@@ -162,6 +162,7 @@ def _next_commands(result: TrainingResult) -> list[list[str]]:
     prompt = ["--chat"] if result.conversations else ["--prompt", *sample[:1]]
     generates = sample or result.conversations
     use = ["zerofit", "generate", folder, *prompt] if generates else ["zerofit", "eval", folder]
+    # Without an active environment, a copied `zerofit ...` would not be found.
     activate = [] if shutil.which("zerofit") else [["source", f"{_from_here(sys.prefix)}/bin/activate"]]
     has_adapters = Path(result.run_dir, "model", "adapter_config.json").is_file()
     exported = ["merged", "--merge"] if has_adapters else ["exported"]

@@ -98,6 +98,7 @@ def show(result: TuneResult) -> None:
         if note:
             notes.append((f"trial {number}", note))
     keep = ("", "configuration", "measured", "forecast", "+-")
+    # highlight the best trial
     styles = ["bold green" if row.trial.measured_step_s == result.step_s else None for row in result.trials]
     console.print(fitting_table(console, rows, ("measured", "forecast", "+-"), keep, "configuration", styles))
     print_facts(console, notes)

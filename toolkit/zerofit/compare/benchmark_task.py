@@ -150,7 +150,8 @@ class BenchmarkTask:
         if self.task != "gan":
             return x
         latent, size = self.job.model_args.get("latent_size", 100), x.shape[-1]
-        shape = (noise_planes(latent, size), size, size)
+        # as many planes as the latent vector needs; `GanPair` drops the rest of the last one
+        shape = (math.ceil(latent / size**2), size, size)
         noise = [torch.randn(shape, generator=torch.Generator().manual_seed(int(key))) for key in keys]
         return torch.cat([x, torch.stack(noise)], dim=1)
 
@@ -350,11 +351,6 @@ class GanPair(nn.Module):
         generator_loss = _real_or_fake_loss(functional_call(discriminator, weights, (fake,)), 1.0)
         real_loss = _real_or_fake_loss(discriminator(real), 1.0)
         return real_loss + _real_or_fake_loss(discriminator(fake.detach()), 0.0) + generator_loss
-
-
-def noise_planes(latent_size: int, size: int) -> int:
-    """Return the number of planes of size x size that a latent vector needs."""
-    return -(-latent_size // size**2)
 
 
 def _real_or_fake_loss(logits: Tensor, truth: float) -> Tensor:

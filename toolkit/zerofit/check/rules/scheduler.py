@@ -21,6 +21,7 @@ def scheduler(c: CheckSubject) -> Iterator[Finding]:
         return
     known = c.catalog.schedulers
     if name not in known:
+        # torch's schedulers are allowed, but most users mean one of DeepSpeed's own.
         own = [n for n, s in known.items() if s["own"]]
         better = near(name, own, names("schedulers")) or near(name, known)
         yield Finding(

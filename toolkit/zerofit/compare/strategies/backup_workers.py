@@ -26,6 +26,7 @@ def serve(work: BenchmarkTask, workers: int, needed: int):
     """Take a step as soon as `needed` workers have sent gradients of the current weights."""
     model = work.model().cpu()
     optimizer = work.optimizer(model.parameters())
+    # A worker pushes its gradients and, at the end, the version of the weights that they are for.
     pushed = torch.zeros(parameters_to_vector(model.parameters()).numel() + 1)
     dropped, early = 0, set()
     dist.barrier()  # the clock starts when all are ready
@@ -34,6 +35,7 @@ def serve(work: BenchmarkTask, workers: int, needed: int):
         total, early = torch.zeros_like(pushed[:-1]), set()
         while len(early) < needed:
             worker = dist.recv(pushed)
+            # Gradients of older weights come too late. Their worker gets the current weights and computes anew.
             if int(pushed[-1]) == version:
                 total += pushed[:-1]
                 early.add(worker)

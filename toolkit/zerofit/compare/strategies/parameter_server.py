@@ -44,6 +44,7 @@ def push_and_pull(work: BenchmarkTask, server: int):
     for x, y in work.batches(dist.get_rank(), server):
         model.zero_grad()
         work.loss(model(x), y).backward()
+        # No worker can be ahead: the server answers only when all have pushed.
         dist.send(gradients(model), server)
         pulled = parameters_to_vector(model.parameters()).detach().cpu()
         dist.recv(pulled, server)
