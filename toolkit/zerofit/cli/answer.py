@@ -13,12 +13,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import click
 
@@ -35,12 +35,12 @@ MAX_PLACES = 3  # further places of the same problem that are named
 class Result(Protocol):
     """The result of a command."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Mapping[str, object]:
         """Return the object that `--json` prints."""
         ...
 
 
-R = TypeVar("R", bound="Result | dict[str, Any]")
+R = TypeVar("R", bound="Result | Mapping[str, object]")
 
 
 # Every command ends here: its function returns a result, printed as one line of JSON or lines for people, or raises an
@@ -64,7 +64,7 @@ def answer(work: Callable[[], R], as_json: bool, show: Callable[[R], None], inte
             hint = "run the same command again to resume from the newest checkpoint" if saved else interrupted
             fail([Problem(kind="interrupted", message="stopped on request", hint=hint, where=where)], STOPPED, as_json)
     if as_json:
-        print(json.dumps(result if isinstance(result, dict) else result.to_dict()), flush=True)
+        print(json.dumps(result if isinstance(result, Mapping) else result.to_dict()), flush=True)
     else:
         show(result)
     return result

@@ -51,9 +51,9 @@ class CheckReport:
     migrated: Migrated | None = None
     resolved: ResolvedConfig | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the JSON for one file."""
-        shown = self.result.to_dict()
+        shown: dict[str, object] = self.result.to_dict()
         if self.explained is not None:
             shown["explained"] = [row.as_dict() for row in self.explained]
         if self.migrated:
@@ -83,7 +83,7 @@ class CheckReports:
             return ERRORS
         return WARNINGS if any(result.findings for result in checked) else CLEAN
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the object that `--json` prints."""
         files = [report.to_dict() for report in self.reports]
         return {"files": files} if self.several else files[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +20,7 @@ from mcp_types import ToolAnnotations
 from pydantic import Field
 
 import zerofit as zf
-from zerofit.cli.answer import problems_of
+from zerofit.cli.answer import Result, problems_of
 from zerofit.models.names import model_table
 from zerofit.spec.errors import Problems
 from zerofit.spec.events import Event, OnEvent
@@ -164,7 +164,7 @@ def _limiter() -> anyio.CapacityLimiter:
     return anyio.CapacityLimiter(1)
 
 
-async def _answered(ctx: Context, work: Callable[[OnEvent], Any]) -> dict[str, object]:
+async def _answered(ctx: Context, work: Callable[[OnEvent], Result | Mapping[str, object]]) -> dict[str, object]:
     """Do the work in a thread, report its progress, and return the JSON of its result.
 
     Raises ToolError with the problems that `--json` prints.
@@ -184,4 +184,4 @@ async def _answered(ctx: Context, work: Callable[[OnEvent], Any]) -> dict[str, o
         if not problems:
             raise  # a bug keeps its traceback
         raise ToolError(json.dumps({"errors": [problem.as_dict() for problem in problems]})) from error
-    return result if isinstance(result, dict) else result.to_dict()
+    return dict(result if isinstance(result, Mapping) else result.to_dict())

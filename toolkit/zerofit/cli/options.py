@@ -105,7 +105,7 @@ class Number(click.FloatRange):
     """A finite number within bounds (click would accept nan)."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Parse the value. Anything else is a usage error (exit code 2)."""
+        """Parse the value; text that is no such number is a usage error (exit code 2)."""
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number", param, ctx)

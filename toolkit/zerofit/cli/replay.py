@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 
+from zerofit.app.replaying import WidePrecision
 from zerofit.app.replaying import replay as replay_run
 from zerofit.cli.console import (
     EventConsole,
@@ -38,7 +38,14 @@ MAX_SAMPLES = 8  # that a line names
 @TRUST_MODEL_CODE
 @HTML
 @AS_JSON
-def replay(run: Path, html: Path | None, as_json: bool, **settings: Any) -> None:
+def replay(
+    run: Path,
+    step: int | None,
+    precision: WidePrecision | None,
+    trust_model_code: bool,
+    html: Path | None,
+    as_json: bool,
+) -> None:
     """Repeat a run's steps before a loss that is not finite, and name the cause.
 
     The replay starts at the newest checkpoint before the step, with the same samples, weights and random numbers in the
@@ -51,7 +58,7 @@ def replay(run: Path, html: Path | None, as_json: bool, **settings: Any) -> None
 
     def work(console: EventConsole) -> Replay:
         refuse_page(html)
-        result = replay_run(run, **settings, on_event=console)
+        result = replay_run(run, step, precision=precision, trust_model_code=trust_model_code, on_event=console)
         write_page(result.to_dict(), html)
         return result
 

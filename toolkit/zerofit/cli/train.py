@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -197,7 +197,7 @@ def models(words: tuple[str, ...], as_json: bool) -> None:
     answer(lambda: {"models": model_table(words)}, as_json, _show_models)
 
 
-def _show_models(result: dict[str, Any]) -> None:
+def _show_models(result: Mapping[str, Sequence[Mapping[str, object]]]) -> None:
     console, keep = stdout(), ("name", "parameters", "kind", "source")
     rows = [{**row, "parameters": f"{row['parameters']:,}"} for row in result["models"]]
     rows = [{name: str(row[name]) for name in ("name", "kind", "parameters", "source")} for row in rows]
