@@ -1,4 +1,4 @@
-"""Confirm planned layouts by simulating the engine, so no layout of a plan fails in `zerofit simulate`.
+"""Simulate planned layouts, so that no layout of a plan fails in `zerofit simulate`.
 
 A plan has only a margin for fragmentation; a simulation replays every allocation.
 """
@@ -29,17 +29,19 @@ def confirm(plan: Plan, count: int, report: Reporter) -> Plan:
     layouts.
     """
     close, result = plan.result.close, plan.result
-    looked = [(row, _look(plan, row, f"a layout {CLOSE}", report)) for row in close[:count]]
-    found = {id(row): confirmation for row, confirmation in looked if confirmation.fits}
-    promoted = [row for row, _ in looked if id(row) in found]
+    looks = [(row, _confirm_layout(plan, row, f"a layout {CLOSE}", report)) for row in close[:count]]
+    # The indices of layouts change when others join, so confirmations are kept by the identity of the row.
+    confirmations = {id(row): confirmation for row, confirmation in looks if confirmation.fits}
+    promoted = [row for row, _ in looks if id(row) in confirmations]
     layouts = sorted((*promoted, *result.layouts), key=lambda row: -row.samples_per_s)
-    left = (*(row for row, confirmation in looked if confirmation.problem), *close[count:])
+    still_close = (*(row for row, confirmation in looks if confirmation.problem), *close[count:])
     fitting = result.fitting + len(promoted)
-    plan = replace(plan, result=replace(result, layouts=tuple(layouts), close=left, fitting=fitting))
-    for number in range(min(count, len(layouts))):
-        found.setdefault(id(layouts[number]), _look(plan, layouts[number], f"layout {number + 1}", report))
-    confirmed = (replace(found[id(row)], layout=n) for n, row in enumerate(layouts) if id(row) in found)
-    return replace(plan, confirmed=tuple(confirmed))
+    plan = replace(plan, result=replace(result, layouts=tuple(layouts), close=still_close, fitting=fitting))
+    for number, row in enumerate(layouts[:count]):
+        if id(row) not in confirmations:
+            confirmations[id(row)] = _confirm_layout(plan, row, f"layout {number + 1}", report)
+    numbered = ((n, confirmations[id(row)]) for n, row in enumerate(layouts) if id(row) in confirmations)
+    return replace(plan, confirmed=tuple(replace(confirmation, layout=n) for n, confirmation in numbered))
 
 
 def confirm_written(plan: Plan, report: Reporter) -> Plan:
@@ -52,7 +54,7 @@ def confirm_written(plan: Plan, report: Reporter) -> Plan:
     for number in [first, *(n for n in range(len(plan.layouts)) if n != first)][:MOST]:
         if number not in known:
             row = plan.result.layouts[number]
-            known[number] = replace(_look(plan, row, f"layout {number + 1}", report), layout=number)
+            known[number] = replace(_confirm_layout(plan, row, f"layout {number + 1}", report), layout=number)
         if known[number].fits or known[number].problem:
             break
     return replace(plan, confirmed=tuple(sorted(known.values(), key=lambda confirmation: confirmation.layout)))
@@ -67,47 +69,45 @@ def confirm_written(plan: Plan, report: Reporter) -> Plan:
 def settle(plan: Plan, answer: LargestFit, plan_at: Callable[[int], Plan], report: Reporter) -> Plan:
     """Return the plan for the largest value (see `LargestFit`) that fits in simulation.
 
-    Only the layout with the least memory is simulated for each value. The search starts with the forecast's value.
-    Until a value fits, the last value is multiplied by available / needed memory. After that, the search bisects
-    between the largest value that fits and the smallest that does not.
+    Only the layout with the least memory is simulated for each value, beginning with the forecast's value.
     """
     value, step, looked, best = answer.value or 0, answer.step, answer.looked, None
     fitting, refused = 0, value + step
     while value and plan.layouts:
         leanest = min(range(len(plan.layouts)), key=lambda n: plan.result.layouts[n].fit.utilization)
         row = plan.result.layouts[leanest]
-        found = replace(_look(plan, row, f"layout {leanest + 1}", report), layout=leanest)
+        look = replace(_confirm_layout(plan, row, f"layout {leanest + 1}", report), layout=leanest)
         looked += 1
-        if found.fits or found.problem:
-            fitting, best = value, replace(plan, confirmed=(found,))
+        if look.fits or look.problem:  # a layout that cannot be simulated counts as forecast: it fits
+            fitting, best = value, replace(plan, confirmed=(look,))
         else:
             refused = value
         if refused - fitting <= step:
             break
-        guess = (fitting + refused) // 2 if best else value * found.available_bytes // max(1, found.needed_bytes)
+        guess = (fitting + refused) // 2 if best else value * look.available_bytes // max(1, look.needed_bytes)
         value = max(fitting + step, min(guess // step * step, refused - step))
         plan = plan_at(value)
     return replace(best or plan, answer=replace(answer, value=fitting or None, looked=looked))
 
 
-def _look(plan: Plan, row: RankedLayout, name: str, report: Reporter) -> Confirmation:
+def _confirm_layout(plan: Plan, row: RankedLayout, name: str, report: Reporter) -> Confirmation:
     """Simulate one layout of a plan. The caller sets the index of the confirmation."""
     planned = PlannedRun(ranked=row, profile=plan.profile, request=plan.request)
     report.status(f"simulating {name} ...")
     try:
-        found = _simulate(planned, plan)
-    except Exception as error:  # the plan is valid without it
+        simulation = _simulate(planned, plan)
+    except Exception as error:  # the plan is valid without the simulation
         return Confirmation(layout=0, fits=False, problem=why_it_failed(error))
-    beside = sum(overhead.high_bytes for overhead in found.overheads)
+    outside_torch = sum(overhead.high_bytes for overhead in simulation.overheads)
     return Confirmation(
         layout=0,
-        fits=found.fits,
-        verdict=found.verdict,
-        peak_bytes=found.peak_bytes,
-        reserved_bytes=found.reserved_bytes,
-        needed_bytes=found.reserved_ahead_bytes + beside,
-        available_bytes=found.device_total_bytes,
-        because=found.because,
+        fits=simulation.fits,
+        verdict=simulation.verdict,
+        peak_bytes=simulation.peak_bytes,
+        reserved_bytes=simulation.reserved_bytes,
+        needed_bytes=simulation.reserved_ahead_bytes + outside_torch,
+        available_bytes=simulation.device_total_bytes,
+        because=simulation.because,
     )
 
 

@@ -1,4 +1,4 @@
-"""Corrections of forecast step times: by trials of `zerofit tune`, a measured speed, or a trace of real steps."""
+"""Correct forecast step times by trials of `zerofit tune`, a measured speed, or a trace."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.foreign import Unreadable, read_json, refused, shaped
 from zerofit.spec.local_machine import Calibration
-from zerofit.spec.measured_kernels import MeasuredKernel
 from zerofit.spec.named_code import refuse_foreign_code
 from zerofit.spec.profile import Profile
 from zerofit.spec.run_folder import Job, RunFolder
@@ -42,7 +41,7 @@ if TYPE_CHECKING:  # a plan without trials needs no numpy
 
 MEASURED_FLAG = "--measured"
 _SPEED = re.compile(r"\s*(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(samples/s|images/s|tokens/s|s)\s*", re.IGNORECASE)
-AMPLE = 10**18  # bytes, unlimited: the measured layout did fit
+AMPLE = 10**18  # bytes of memory that never limit a layout: the measured layout did fit
 TRACE_FLAG = "--from-trace"
 MOST_FACTOR = 100.0  # if measured and forecast times of a kind differ by more, they are not of the same kernels
 TUNED_FLAG = "--from"
@@ -70,7 +69,7 @@ class TunedLayouts:
         return StepTimeModel(self.measured)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the forecasts' errors relative to the trials, as `zerofit plan --json` prints them."""
+        """Return the forecasts' errors relative to the trials (`tuned` in `zerofit plan --json`)."""
         from zerofit.tune.step_time_model import forecast_errors
 
         errors = forecast_errors(self.measured)
@@ -80,6 +79,7 @@ class TunedLayouts:
         return {"path": str(self.path), "model": self.model, "trials": len(self.measured), "errors": shares}
 
 
+# The content of trials.json that a plan reads.
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -103,15 +103,19 @@ def read_tuned(path: Path) -> TunedLayouts:
     """Read the trials of `zerofit tune` from its folder or its trials.json. Raises UserError."""
     file = path / TRIALS_FILE if path.is_dir() else path
     with refused(file, kind="tuned", hint=TUNED_HINT, where=TUNED_FLAG):
-        found = shaped(read_json(file), TypeAdapter(_Tuning))
-        if not found.measured:
+        tuning = shaped(read_json(file), TypeAdapter(_Tuning))
+        if not tuning.measured:
             raise Unreadable("it has no measured trial")
     pairs = []
-    for row in found.measured:
-        layout = replace(row.choice, by_rank=())  # trials use equal micro batches
-        figures = {"forecast_step_s": row.forecast_step_s, "peak_bytes": row.peak_bytes}
-        pairs.append((Candidate(layout=layout, compiled=row.compiled, **figures), row.measured_step_s))
-    return TunedLayouts(file, found.model, found.device, tuple(pairs))
+    for trial in tuning.measured:
+        candidate = Candidate(
+            layout=replace(trial.choice, by_rank=()),  # trials use equal micro batches
+            compiled=trial.compiled,
+            forecast_step_s=trial.forecast_step_s,
+            peak_bytes=trial.peak_bytes,
+        )
+        pairs.append((candidate, trial.measured_step_s))
+    return TunedLayouts(file, tuning.model, tuning.device, tuple(pairs))
 
 
 def refuse_other_device(tuned: TunedLayouts, kind: str) -> None:
@@ -124,14 +128,14 @@ def refuse_other_device(tuned: TunedLayouts, kind: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSpeed:
-    """A number and its unit: "samples", "images" or "tokens" per second, or "s" (seconds per step)."""
+    """A number and its unit: "samples", "images" or "tokens" per second, or "s" per step."""
 
     value: float
     unit: str
 
     @classmethod
     def parse(cls, text: str) -> MeasuredSpeed:
-        """Read "5.33samples/s", "21000 tokens/s" or "0.52s". Raises UserError."""
+        """Read "5.33samples/s", "21000 tokens/s" or "0.52s" (per step). Raises UserError."""
         match = _SPEED.fullmatch(text)
         if not match or not float(match[1]) > 0:
             hint = "write it like 5.33samples/s, 21000tokens/s (all devices together), or 0.52s (per step)"
@@ -154,7 +158,10 @@ class MeasuredSpeed:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredScaling:
-    """A measured step time divided by the forecast for the same layout. The factor applies to all layouts."""
+    """A measured step time and the forecast for the same layout.
+
+    Their quotient corrects the step times of all layouts.
+    """
 
     layout: PlannedLayout
     forecast_step_s: float
@@ -169,15 +176,16 @@ class MeasuredScaling:
         """Return a forecast step time, scaled by the factor."""
         return self.factor * step_s
 
-    def known(self, result: PlanResult) -> PlanResult:
+    def with_narrower_errors(self, result: PlanResult) -> PlanResult:
         """Return the result with narrower error intervals, since a measurement corrects its step times."""
 
+        # An error that all layouts of one model on one machine share is in the factor, so it cancels.
         def narrowed(ranked: tuple[RankedLayout, ...]) -> tuple[RankedLayout, ...]:
             return tuple(replace(r, errors=AS_MEASURED if r.layout == self.layout else PAIRS) for r in ranked)
 
         return replace(result, layouts=narrowed(result.layouts), misfits=narrowed(result.misfits))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the value of `measured` in `zerofit plan --json`."""
         times = {"forecast_step_s": self.forecast_step_s, "measured_step_s": self.measured_step_s}
         return {"layout": self.layout.to_dict(), **times, "factor": self.factor}
@@ -190,26 +198,25 @@ class MeasuredScaling:
 
 
 def measured_layout(wanted: PlanRequest) -> PlanRequest:
-    """Return the request for the layout that was measured. Values that are not given get DeepSpeed's defaults.
+    """Return the request for the measured layout; values not set get DeepSpeed's defaults.
 
     Raises UserError if the ZeRO stage or the micro batch is missing.
     """
     problems = Problems()
-    for name, known in (("zero_stage", wanted.keep.get("zero_stage")), ("micro_batch", wanted.micro_batch)):
-        if known is None:
+    for name, value in (("zero_stage", wanted.keep.get("zero_stage")), ("micro_batch", wanted.micro_batch)):
+        if value is None:
             flag = "--" + name.replace("_", "-")
             message = f"{MEASURED_FLAG} needs the measured layout, but {flag} is missing"
             problems.add("usage", message, f"add {flag}, and every other setting that was not the default", flag)
     problems.raise_if_any()
-    stays = {"offload_optimizer": "none", "offload_param": "none"}
     degrees = {name: getattr(wanted, name) or 1 for name in DEGREES}
-    accumulation = wanted.accumulation or (None if wanted.global_batch else 1)
     return replace(
         wanted,
         **degrees,
-        accumulation=accumulation,
+        # a global batch already determines the accumulation steps
+        accumulation=wanted.accumulation or (None if wanted.global_batch else 1),
         checkpointing=wanted.checkpointing or False,
-        keep={**stays, **wanted.keep},
+        keep={"offload_optimizer": "none", "offload_param": "none", **wanted.keep},
     )
 
 
@@ -221,7 +228,7 @@ def scaling_of(
     forecast: Forecast,
     calibration: Calibration | None,
 ) -> MeasuredScaling:
-    """Return the measured step time together with its forecast. Raises UserError if the layout is not valid."""
+    """Return the measured step time with its forecast. Raises UserError for an invalid layout."""
     ample = replace(cluster, host_memory=AMPLE, device_memory=AMPLE)
     best = search(profile, ample, measured_layout(wanted), forecast, calibration, top=1).layouts[0]
     measured_s = speed.step_s(best.layout, profile.seq_len)
@@ -238,7 +245,7 @@ class TraceCalibration:
     forecast_step_s: float | None
     measured_step_s: float
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the value of `from_trace` in `zerofit plan --json`."""
         return {
             "trace": str(self.path),
@@ -275,47 +282,44 @@ def calibrated(
     if trace.forecast:
         raise _refused(f"{path} is a forecast, not a real trace", "use traces/rank-0-step-3.json of a run folder")
     if trace.on_device == cluster.on_cpu:
-        found, kind = ("a GPU" if trace.on_device else "CPUs"), cluster.device.kind
-        raise _refused(f"{path} is from {found}, but the plan is for {kind}", "set --gpu to the traced device")
-    kept = _with_kernels(base, measured_kernels(path), cluster, path)
+        traced, kind = ("a GPU" if trace.on_device else "CPUs"), cluster.device.kind
+        raise _refused(f"{path} is from {traced}, but the plan is for {kind}", "set --gpu to the traced device")
+    stored = base or Calibration(kind=cluster.device.kind, device_name="", devices=cluster.gpus, date="")
+    kernels = measured_kernels(path)
+    # The trace's kernels replace the stored kernels of the same kind and precision. The stored factors are relative
+    # to the stored kernels, so they do not apply any more.
+    replaced = {(kernel.kind, kernel.dtype) for kernel in kernels}
+    others = tuple(kernel for kernel in stored.kernels if (kernel.kind, kernel.dtype) not in replaced)
+    calibration = replace(stored, kernels=(*others, *kernels), origin=str(path), longer={}, slower=1.0)
     folder = RunFolder(path.absolute().parent.parent)
     if not folder.plan.is_file() or not folder.run.is_file():
-        if kept.kernels == (base.kernels if base else ()):
+        if calibration.kernels == (base.kernels if base else ()):
             hint = "trace with `zerofit train --profile` and leave the file in its run folder"
             raise _refused(f"{path} has no kernel shapes and is not in a run folder", hint)
         return TraceCalibration(
-            path=path, calibration=kept, layout=None, forecast_step_s=None, measured_step_s=trace.step_s
+            path=path, calibration=calibration, layout=None, forecast_step_s=None, measured_step_s=trace.step_s
         )
     job = Job.read(folder)
     refuse_foreign_code(folder.run, trust_model_code, model=job.run.model, model_args=job.run.model_args)
-    return _by_kind(path, trace, job, kept, cluster, report)
+    return _scaled_to_step(path, trace, job, calibration, cluster, report)
 
 
 def _refused(message: str, hint: str) -> UserError:
     return UserError(Problem(kind="bad-trace", message=message, hint=hint, where=TRACE_FLAG))
 
 
-def _with_kernels(
-    base: Calibration | None, found: tuple[MeasuredKernel, ...], cluster: Cluster, path: Path
-) -> Calibration:
-    kept = base or Calibration(kind=cluster.device.kind, device_name="", devices=cluster.gpus, date="")
-    known = {(kernel.kind, kernel.dtype) for kernel in found}
-    others = tuple(kernel for kernel in kept.kernels if (kernel.kind, kernel.dtype) not in known)
-    return replace(kept, kernels=(*others, *found), origin=str(path), longer={}, slower=1.0)
-
-
-def _by_kind(
-    path: Path, trace: ReadTrace, job: Job, kept: Calibration, cluster: Cluster, report: Reporter
+# 1. For each kind of work on the first stage: longer = measured seconds / forecast seconds.
+# 2. For the whole step: slower = measured step time / forecast with the factors of 1. This factor is for what the
+#    trace does not split by kind.
+def _scaled_to_step(
+    path: Path, trace: ReadTrace, job: Job, calibration: Calibration, cluster: Cluster, report: Reporter
 ) -> TraceCalibration:
-    """Return the calibration with a factor for each kind of kernel, and one for the step as a whole.
-
-    With these factors the forecast of the traced step equals its measured time.
-    """
-    layout, profile = PlannedLayout.of(job), _profile(job, cluster, report)
+    """Return the calibration with factors that make the forecast of the traced step its measured time."""
+    layout, profile = PlannedLayout.of(job), _profile_of(job, cluster, report)
     nodes = max(1, layout.world_size // cluster.gpus)
     cluster = replace(cluster, gpus=layout.world_size // nodes, nodes=nodes)
     software = Software.of(dict(job.run))
-    timer = Timer(profile, cluster, rates_of(cluster, job.precision, kept, software))
+    timer = Timer(profile, cluster, rates_of(cluster, job.precision, calibration, software))
     forecast: defaultdict[str, float] = defaultdict(float)
     timeline = step_timeline(profile, timer, layout)
     for span in timeline.spans:
@@ -331,18 +335,18 @@ def _by_kind(
         and seconds / MOST_FACTOR < measured[kind] < seconds * MOST_FACTOR
         and not (kind == HOST and trace.on_device)  # the host runs ahead of a GPU
     }
-    by_kind = replace(kept, longer=longer)
-    again_s = Timer(profile, cluster, rates_of(cluster, job.precision, by_kind, software)).step(layout).step_s
+    by_kind = replace(calibration, longer=longer)
+    by_kind_s = Timer(profile, cluster, rates_of(cluster, job.precision, by_kind, software)).step(layout).step_s
     return TraceCalibration(
         path=path,
-        calibration=replace(by_kind, slower=trace.step_s / again_s),
+        calibration=replace(by_kind, slower=trace.step_s / by_kind_s),
         layout=layout,
         forecast_step_s=timer.step(layout).step_s,
         measured_step_s=trace.step_s,
     )
 
 
-def _profile(job: Job, cluster: Cluster, report: Reporter) -> Profile:
+def _profile_of(job: Job, cluster: Cluster, report: Reporter) -> Profile:
     image = None
     if not job.run.seq_len:  # the inputs of other models depend on the data
         from zerofit.app.job.requests import as_request, input_option

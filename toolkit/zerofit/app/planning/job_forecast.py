@@ -1,4 +1,4 @@
-"""Forecasts for a resolved job, as in `zerofit plan`: its cluster, the profile of its model, and its step time."""
+"""Forecasts for a resolved job, as in `zerofit plan`: its cluster, profile and step time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import product
 
 from zerofit.app.job.requests import input_option
 from zerofit.app.job.resolve import ResolvedJob
-from zerofit.app.planning.profiles import ProfileRequest, get_profile, kept_profile
+from zerofit.app.planning.profiles import ProfileRequest, get_profile, stored_profile
 from zerofit.features.zero import features_on
 from zerofit.launch.hostfile import Host
 from zerofit.models.inputs import Inputs
@@ -26,7 +26,10 @@ from zerofit.spec.run_folder import Job
 
 
 def cluster_of(ranks: int, hosts: Sequence[Host]) -> Cluster:
-    """Return this machine, or several hosts like it, as a cluster. Raises UserError if hosts differ in slots."""
+    """Return this machine, or several hosts like it, as a cluster.
+
+    Raises UserError if the hosts have different numbers of slots.
+    """
     nodes = max(1, len(hosts))
     if len({host.slots for host in hosts}) > 1 or ranks % nodes:
         message = f"{ranks} ranks on {nodes} hosts with {', '.join(str(host.slots) for host in hosts)} slots"
@@ -54,22 +57,28 @@ def profile_of(
 
 
 def forecast_step_s(resolved: ResolvedJob) -> float | None:
-    """Return the forecast seconds per step on this machine; None if they are not known without a measurement.
+    """Return the forecast seconds per step on this machine; None if they need a measurement.
 
     Nothing is traced or measured here. The function needs a profile stored by `zerofit plan`, `tune` or `--fit`,
     and on CPUs the rates of `zerofit calibrate`.
     """
-    job = resolved.job
+    job, inputs = resolved.job, resolved.inputs
     try:
         cluster = replace(Cluster.here(), gpus=job.layout.world_size)
     except UserError:  # a GPU that is not in the catalog
         return None
-    profile = _stored_profile(resolved, cluster.accelerator)
-    return step_s_of(job, profile, cluster) if profile else None
+    # Commands store profiles with and without the sequence length, and of all degrees or only the job's. Each is
+    # good enough if it has the costs of the job's setting.
+    key, wanted = PlannedLayout.of(job).setting, ProfileRequest.of_job(job, cluster.accelerator, input_option(inputs))
+    for seq_len, degrees in product({job.run.seq_len, None}, (None, wanted.degrees)):
+        profile = stored_profile(replace(wanted, seq_len=seq_len, degrees=degrees))
+        if profile is not None and profile.seq_len == job.run.seq_len and key in profile.costs:
+            return step_s_of(job, profile, cluster)
+    return None
 
 
 def traced_step_s(job: Job, inputs: Inputs, cluster: Cluster, report: Reporter) -> float | None:
-    """Return the forecast seconds per step of a job on a cluster. Trace the model if no profile is stored.
+    """Return the forecast seconds per step of a job; trace the model if no profile is stored.
 
     Return None if no rate or formula describes the step, or if the model cannot be traced.
     """
@@ -93,15 +102,3 @@ def step_s_of(job: Job, profile: Profile, cluster: Cluster) -> float | None:
         return None
     timer = Timer(profile, cluster, rates_of(cluster, job.precision, calibration, Software.of(dict(job.run))))
     return timer.step(replace(layout, micro_batch=max(job.batch.shares))).step_s  # of the slowest, on equal devices
-
-
-def _stored_profile(resolved: ResolvedJob, device: str) -> Profile | None:
-    """Return a stored profile that covers the job's model and setting, whichever command stored it."""
-    job, inputs = resolved.job, resolved.inputs
-    key, seq_lens = PlannedLayout.of(job).setting, {job.run.seq_len, None}
-    wanted = ProfileRequest.of_job(job, device, input_option(inputs))
-    for seq_len, degrees in product(seq_lens, (None, wanted.degrees)):
-        profile = kept_profile(replace(wanted, seq_len=seq_len, degrees=degrees))
-        if profile is not None and profile.seq_len == job.run.seq_len and key in profile.costs:
-            return profile
-    return None

@@ -1,11 +1,11 @@
-"""The largest value that fits, the fewest devices that suffice, and changes that would make a model fit."""
+"""Find the largest value that fits, the fewest devices that suffice, and other remedies."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zerofit.app.planning.profiles import ProfileRequest, longest_sequence, trace
 from zerofit.app.planning.request import Maximum
@@ -19,7 +19,7 @@ from zerofit.spec.devices import DEVICES
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import field_data
-from zerofit.spec.profile import Profile, Savings, offered
+from zerofit.spec.profile import Savings, offered
 from zerofit.spec.units import shown_bytes
 
 MOST_TOKENS = 2**24  # per sequence
@@ -52,23 +52,23 @@ class LargestFit:
     now: int | None = None  # the number of these layers that the model has now
     longer: tuple[LongerSequence, ...] = ()  # longest sequences; each entry adds one option to the entry before
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the value of `asked` in `zerofit plan --json`."""
-        found = {"max": self.what, **field_data(self, "what", "bounded", "limit", "layer", "now", "longer")}
+        data = {"max": self.what, **field_data(self, "what", "bounded", "limit", "layer", "now", "longer")}
         if self.what == "seq-len":
-            found["limit"] = self.limit
-            found["longer"] = [{"value": sequence.value, **sequence.savings.fields} for sequence in self.longer]
+            data["limit"] = self.limit
+            data["longer"] = [{"value": sequence.value, **sequence.savings.fields} for sequence in self.longer]
         if self.what == "layers":
-            found |= {"layer": self.layer, "now": self.now}
-        return {**found, "next_fits": None if self.bounded else False}
+            data |= {"layer": self.layer, "now": self.now}
+        return {**data, "next_fits": None if self.bounded else False}
 
     def __str__(self) -> str:
         if self.longer:
-            return f"{self._found}. By forecast: {'; '.join(map(str, self.longer))}"
-        return self._found
+            return f"{self._sentence}. By forecast: {'; '.join(map(str, self.longer))}"
+        return self._sentence
 
     @property
-    def _found(self) -> str:
+    def _sentence(self) -> str:
         if self.value is None:
             return f"no {self.what} fits"
         words = f"largest {self.what}: {self.value}"
@@ -86,12 +86,12 @@ class FewestDevices:
     cluster: Cluster | None  # None: none fits
     looked_up_to: int  # devices
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the value of `asked` in `zerofit plan --json`."""
-        found = {"min": "gpus", "value": None, "looked_up_to": self.looked_up_to}
+        data: dict[str, object] = {"min": "gpus", "value": None, "looked_up_to": self.looked_up_to}
         if self.cluster:
-            found |= {"value": self.cluster.ranks, "gpus": self.cluster.gpus, "nodes": self.cluster.nodes}
-        return found
+            data |= {"value": self.cluster.ranks, "gpus": self.cluster.gpus, "nodes": self.cluster.nodes}
+        return data
 
     def __str__(self) -> str:
         if self.cluster is None:
@@ -100,13 +100,13 @@ class FewestDevices:
 
 
 def maximum_of(setup: SearchSetup, cluster: Cluster, what: Maximum, report: Reporter) -> tuple[SearchSetup, LargestFit]:
-    """Return the setup with the largest value of `what` that fits, and the result of the search.
+    """Return the setup with the largest `what` that fits, and the result of the search.
 
     `what`: the sequence length, micro batch or number of layers.
     """
     if what == "seq-len":
-        return _longest(setup, cluster, report)
-    return _deepest(setup, cluster, report) if what == "layers" else _widest(setup, cluster)
+        return _longest_sequence(setup, cluster, report)
+    return _most_layers(setup, cluster, report) if what == "layers" else _largest_micro_batch(setup, cluster)
 
 
 def with_value(setup: SearchSetup, what: Maximum, value: int, report: Reporter) -> SearchSetup:
@@ -127,147 +127,145 @@ def fewest(setup: SearchSetup, cluster: Cluster, full: int | None = None) -> Clu
     """
     forecast = forecast_of(setup.profile, cluster)
 
-    def wants(gpus: int, nodes: int) -> float:
+    def pressure_on(gpus: int, nodes: int) -> float:
         return pressure(setup.profile, replace(cluster, gpus=gpus, nodes=nodes), setup.request, forecast)
 
-    found = inverse.fewest(wants, full or cluster.gpus)
-    return replace(cluster, gpus=found[0], nodes=found[1]) if found else None
+    smallest = inverse.fewest(pressure_on, full or cluster.gpus)
+    return replace(cluster, gpus=smallest[0], nodes=smallest[1]) if smallest else None
 
 
 # A remedy changes only one thing: more devices, more host memory, a device with more memory, or disks. Each remedy is
 # tried with the layout that needs the least of the scarcest memory.
 def remedies_of(setup: SearchSetup, cluster: Cluster) -> list[str]:
     """Return changes that would make the model fit, for a plan in which no layout fits."""
-    found = []
-    more = fewest(setup, cluster, max(cluster.gpus, cluster.device.node.gpus))
-    if more is not None and more.ranks > cluster.ranks:
-        found.append(f"{more.ranks} x {cluster.device.kind} ({more.gpus} per node)")
-    elif more is None:
+    remedies = []
+    smallest = fewest(setup, cluster, max(cluster.gpus, cluster.device.node.gpus))
+    if smallest is not None and smallest.ranks > cluster.ranks:
+        remedies.append(f"{smallest.ranks} x {cluster.device.kind} ({smallest.gpus} per node)")
+    elif smallest is None:
         size = shown_bytes(cluster.device.memory_bytes)
-        found.append(f"even {MOST_GPUS} x {cluster.device.kind} of {size} are not enough")
+        remedies.append(f"even {MOST_GPUS} x {cluster.device.kind} of {size} are not enough")
     forecast = forecast_of(setup.profile, cluster)
     if cluster.on_cpu:
-        return found
+        return remedies
     host_bytes = host_needed(setup.profile, cluster, setup.request, forecast)
     if host_bytes is not None:
-        found.append(f"{shown_bytes(host_bytes)} of host memory per node (--host-memory)")
+        remedies.append(f"{shown_bytes(host_bytes)} of host memory per node (--host-memory)")
     larger = [d for d in DEVICES.values() if d.memory_bytes > cluster.device.memory_bytes]
     for device in sorted(larger, key=lambda d: d.memory_bytes):
-        able = setup.request.precision in device.tflops
+        has_precision = setup.request.precision in device.tflops
         same = replace(cluster, kind=device.kind, device_memory=None, network=None, host_memory=cluster.host_bytes)
-        if able and pressure(setup.profile, same, setup.request, forecast) <= 1:
+        if has_precision and pressure(setup.profile, same, setup.request, forecast) <= 1:
             size = f" with {shown_bytes(device.memory_bytes)}" if device.kind == cluster.device.kind else ""
-            found.append(f"{cluster.ranks} x {device.kind}{size}, with the same host memory")
+            remedies.append(f"{cluster.ranks} x {device.kind}{size}, with the same host memory")
             break
     if not cluster.nvme_bytes:
-        disks = replace(cluster, nvme=10**15)
-        if pressure(setup.profile, disks, setup.request, forecast) <= 1:
-            found.append("local NVMe disks (--nvme SIZE)")
-    return found
+        with_disks = replace(cluster, nvme=10**15)
+        if pressure(setup.profile, with_disks, setup.request, forecast) <= 1:
+            remedies.append("local NVMe disks (--nvme SIZE)")
+    return remedies
 
 
-def _longest(setup: SearchSetup, cluster: Cluster, report: Reporter) -> tuple[SearchSetup, LargestFit]:
+def _longest_sequence(setup: SearchSetup, cluster: Cluster, report: Reporter) -> tuple[SearchSetup, LargestFit]:
     traced, request = setup.traced, setup.request
     if traced is None or setup.profile.seq_len is None:
         message = "--max seq-len needs the name of a text model: a stored profile has only one sequence length"
         hint = "use MODEL instead of --profile" if traced is None else "use --max micro-batch"
         raise UserError(Problem(kind="usage", message=message, hint=hint, where="--max"))
     limit, model = longest_sequence(traced), traced.model
-    # recompute unless forbidden, because the longest sequence needs a layout with the least memory
+    # Each tried length is a trace, which takes seconds. So trace only what the longest sequence can need: activation
+    # checkpointing unless it is forbidden, a micro batch of 1, and degrees that divide the cluster's ranks.
     checkpointing = True if request.checkpointing is None else request.checkpointing
-    lean = replace(traced, checkpointings=(checkpointing,), degrees=_degrees_on(cluster, setup.profile))
+    degrees = [
+        Degrees(**{name: int(degree) for name, degree in (part.split("=") for part in key.split("/")[2:])})
+        for key in setup.profile.costs
+    ]
+    degrees = [d for d in degrees if cluster.ranks % d.product == 0 and cluster.ranks % d.ep == 0]
+    lean = replace(traced, checkpointings=(checkpointing,), degrees=tuple(dict.fromkeys((Degrees(), *degrees))))
     single = replace(request, micro_batch=request.micro_batch or 1)
 
-    def wants(seq_len: int) -> float:
+    def pressure_at(seq_len: int) -> float:
         report.status(f"tracing {model} at {seq_len} tokens ...")
         profile = trace(replace(lean, seq_len=seq_len), report)
         return pressure(profile, cluster, single, forecast_of(profile, cluster))
 
     most = limit or MOST_TOKENS
-    found, looked = largest(wants, TOKENS, TOKENS, most, end_first=limit is not None)
-    bounded = found is not None and found + TOKENS > most
+    longest, looked = largest(pressure_at, TOKENS, TOKENS, most, end_first=limit is not None)
+    bounded = longest is not None and longest + TOKENS > most
     leanest = replace(setup, traced=lean, request=single)
-    longer = () if bounded else tuple(_longer(leanest, cluster, found, most, report))
+    longer = () if bounded else tuple(_longer_with_savings(leanest, cluster, longest, most, report))
     figures = {"step": TOKENS, "looked": looked, "bounded": bounded, "limit": limit}
-    fit = LargestFit(what="seq-len", value=found, longer=longer, **figures)
-    if found is None:
+    fit = LargestFit(what="seq-len", value=longest, longer=longer, **figures)
+    if longest is None:
         return setup, fit
-    traced = replace(traced, seq_len=found)
+    traced = replace(traced, seq_len=longest)
     return replace(setup, profile=trace(traced, report), traced=traced, request=single), fit
 
 
-def _degrees_on(cluster: Cluster, profile: Profile) -> tuple[Degrees, ...]:
-    found = [Degrees(**{n: int(d) for n, d in (p.split("=") for p in key.split("/")[2:])}) for key in profile.costs]
-    fitting = [degrees for degrees in found if cluster.ranks % degrees.product == 0 and cluster.ranks % degrees.ep == 0]
-    return tuple(dict.fromkeys((Degrees(), *fitting)))
-
-
-def _longer(
-    setup: SearchSetup, cluster: Cluster, found: int | None, most: int, report: Reporter
+# All combinations of the options would be too many traces. So the options are added one by one: the next option is
+# the one that needs the least memory at twice the length that fits so far.
+def _longer_with_savings(
+    setup: SearchSetup, cluster: Cluster, longest: int | None, most: int, report: Reporter
 ) -> Iterator[LongerSequence]:
-    """Yield ever longer sequences, each with one more option that saves memory.
-
-    The added option is the one that needs the least memory at twice the previous length.
-    """
+    """Yield ever longer sequences, each with one more option that saves memory."""
     traced, known = setup.traced, setup.profile
     assert traced
     choices = offered(known.task, known.model_type).fields
     if cluster.on_cpu or not all(traced.checkpointings):  # the host is the device, or there is nothing to offload
         choices.pop("activation_offload")
-    length = found or 0
-    while length + TOKENS <= most and (choices := _others(choices, traced.savings)):
-        tries = [replace(traced, savings=traced.savings._replace(**{name: choices[name]})) for name in choices]
 
-        def wants(seq_len: int, request: ProfileRequest) -> float:
-            report.status(f"tracing {request.model} at {seq_len} tokens with {request.savings.flags} ...")
-            profile = trace(replace(request, seq_len=seq_len), report)
-            return pressure(profile, cluster, setup.request, forecast_of(profile, cluster))
+    def pressure_at(seq_len: int, request: ProfileRequest) -> float:
+        report.status(f"tracing {request.model} at {seq_len} tokens with {request.savings.flags} ...")
+        profile = trace(replace(request, seq_len=seq_len), report)
+        return pressure(profile, cluster, setup.request, forecast_of(profile, cluster))
 
-        there = min(max(2 * length, TOKENS), most)
-        pressures = [wants(there, request) for request in tries]
-        traced = tries[pressures.index(min(pressures))]
-        longer, _ = largest(partial(wants, request=traced), max(length, TOKENS), TOKENS, most)
+    length = longest or 0
+    while length + TOKENS <= most:
+        choices = {name: value for name, value in choices.items() if not getattr(traced.savings, name)}
+        if not choices:
+            return
+        candidates = [replace(traced, savings=traced.savings._replace(**{name: choices[name]})) for name in choices]
+        probed = min(max(2 * length, TOKENS), most)
+        pressures = [pressure_at(probed, request) for request in candidates]
+        traced = candidates[pressures.index(min(pressures))]
+        longer, _ = largest(partial(pressure_at, request=traced), max(length, TOKENS), TOKENS, most)
         if longer is None or longer <= length:
             return
         length = longer
         yield LongerSequence(traced.savings, length)
 
 
-def _others(choices: dict[str, object], savings: Savings) -> dict[str, object]:
-    return {name: value for name, value in choices.items() if not getattr(savings, name)}
-
-
-def _deepest(setup: SearchSetup, cluster: Cluster, report: Reporter) -> tuple[SearchSetup, LargestFit]:
+def _most_layers(setup: SearchSetup, cluster: Cluster, report: Reporter) -> tuple[SearchSetup, LargestFit]:
     layer = setup.profile.layers[repeated_layer(setup.profile)]
     if layer.count == 1:
         message = f"--max layers repeats a layer, but no kind of layer occurs more than once in {setup.profile.model}"
         hint = "use --max micro-batch, or the same model with more layers (--model-args)"
         raise UserError(Problem(kind="usage", message=message, hint=hint, where="--max"))
 
-    def wants(count: int, pipelines: bool = False) -> float:
+    def pressure_at(count: int, pipelines: bool = False) -> float:
         report.status(f"forecasting {count} times {layer.name} ...")
         profile, request = with_layers(setup.profile, count), replace(setup.request, pipelines=pipelines)
         return pressure(profile, cluster, request, forecast_of(profile, cluster))
 
-    # cutting many layers into stages is slow, and pipelines seldom allow the largest value, so they are tried last
-    found, looked = largest(wants, 1, 1, MOST_LAYERS)
-    border = (found or 0) + 1
-    if border <= MOST_LAYERS and wants(border, pipelines=True) <= 1:
-        found, more = largest(lambda count: wants(count, pipelines=True), border, 1, MOST_LAYERS)
-        looked += more
-    bounded, repeated = found == MOST_LAYERS, {"layer": layer.name, "now": layer.count}
-    fit = LargestFit(what="layers", value=found, step=1, looked=looked, bounded=bounded, **repeated)
-    return (replace(setup, profile=with_layers(setup.profile, found)) if found else setup), fit
+    # Cutting many layers into stages is slow, and pipelines seldom allow the largest value, so they are tried last.
+    count, looked = largest(pressure_at, 1, 1, MOST_LAYERS)
+    border = (count or 0) + 1
+    if border <= MOST_LAYERS and pressure_at(border, pipelines=True) <= 1:
+        count, looked_again = largest(partial(pressure_at, pipelines=True), border, 1, MOST_LAYERS)
+        looked += looked_again
+    bounded, repeated = count == MOST_LAYERS, {"layer": layer.name, "now": layer.count}
+    fit = LargestFit(what="layers", value=count, step=1, looked=looked, bounded=bounded, **repeated)
+    return (replace(setup, profile=with_layers(setup.profile, count)) if count else setup), fit
 
 
-def _widest(setup: SearchSetup, cluster: Cluster) -> tuple[SearchSetup, LargestFit]:
+def _largest_micro_batch(setup: SearchSetup, cluster: Cluster) -> tuple[SearchSetup, LargestFit]:
     """Search for the largest micro batch, ignoring the global batch."""
     free = replace(setup.request, global_batch=None)
     forecast = forecast_of(setup.profile, cluster)
 
-    def wants(micro: int) -> float:
-        return pressure(setup.profile, cluster, replace(free, micro_batch=micro), forecast)
+    def pressure_at(micro_batch: int) -> float:
+        return pressure(setup.profile, cluster, replace(free, micro_batch=micro_batch), forecast)
 
-    found, looked = largest(wants, 1, 1, MOST_SAMPLES)
-    fit = LargestFit(what="micro-batch", value=found, step=1, looked=looked, bounded=found == MOST_SAMPLES)
-    return (replace(setup, request=replace(free, micro_batch=found)) if found else setup), fit
+    size, looked = largest(pressure_at, 1, 1, MOST_SAMPLES)
+    fit = LargestFit(what="micro-batch", value=size, step=1, looked=looked, bounded=size == MOST_SAMPLES)
+    return (replace(setup, request=replace(free, micro_batch=size)) if size else setup), fit

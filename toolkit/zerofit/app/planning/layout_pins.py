@@ -1,4 +1,4 @@
-"""The settings of a layout ("knobs") that a user fixes in a run, in options of a plan, or in a DeepSpeed JSON."""
+"""Read the settings of a layout ("knobs") that options, a run or a DeepSpeed JSON fix."""
 
 from __future__ import annotations
 
@@ -114,32 +114,36 @@ class LayoutPins(TypedDict, total=False):
 def decided(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the knobs that these fields fix. The fields may contain a DeepSpeed JSON."""
     config = given.get("ds_config", {})
-    found = {knob: get(config, key, "auto") for knob, key in KEYS.items()}
+    knobs = {knob: get(config, key, "auto") for knob, key in KEYS.items()}
     if get(config, "expert_parallel.enabled") is not True:
-        found.pop("ep")
-    found |= {knob: given[field] for knob, field in FIELDS.items() if field in given}
-    if found.get("optimizer") not in ("auto", None):
-        name = run_name(str(found["optimizer"]))
-        found["optimizer"] = name if name in PLANNED else "adamw"  # most other optimizers have the same states
-    ema = {"ema": given["ema"]} if given.get("ema") else {}
-    if savings_of(given, config).activation_offload:
-        found["checkpointing"] = True
+        knobs.pop("ep")
+    knobs |= {knob: given[field] for knob, field in FIELDS.items() if field in given}
+    if knobs.get("optimizer") not in ("auto", None):
+        name = run_name(str(knobs["optimizer"]))
+        knobs["optimizer"] = name if name in PLANNED else "adamw"  # most other optimizers have the same states
+    if savings_of(given, config).activation_offload:  # only checkpoints are offloaded
+        knobs["checkpointing"] = True
     if steps_early(config):
-        found["steps_early"] = True
-    values = {knob: value for knob, value in found.items() if value not in ("auto", None)}
-    return {knob: int(value) if isinstance(value, float) else value for knob, value in values.items()} | ema
+        knobs["steps_early"] = True
+    fixed = {knob: value for knob, value in knobs.items() if value not in ("auto", None)}
+    # JSON writes large sizes as floats, like 5e8
+    fixed = {knob: int(value) if isinstance(value, float) else value for knob, value in fixed.items()}
+    return fixed | ({"ema": given["ema"]} if given.get("ema") else {})
 
 
 def savings_of(given: Mapping[str, Any], config: Mapping[str, Any]) -> Savings:
-    """Return the memory savings that are set in a run's fields and a DeepSpeed JSON, without checkpointing."""
-    found = {name: given[name] for name in Savings._fields if given.get(name)}
+    """Return the memory savings of a run's fields and a DeepSpeed JSON, without checkpointing."""
+    savings = {name: given[name] for name in Savings._fields if given.get(name)}
     if get(config, "activation_checkpointing.cpu_checkpointing") is True:
-        found["activation_offload"] = True
-    return Savings(**found)
+        savings["activation_offload"] = True
+    return Savings(**savings)
 
 
 def read_config(ds_config: str | Mapping[str, object] | None) -> dict[str, Any]:
-    """Return the DeepSpeed JSON of a file, bundled name or dictionary; {} for None. Raises UserError."""
+    """Return the DeepSpeed JSON of a file, bundled name or dictionary; {} for None.
+
+    Raises UserError.
+    """
     if ds_config is None:
         return {}
     if isinstance(ds_config, str):
@@ -150,25 +154,25 @@ def read_config(ds_config: str | Mapping[str, object] | None) -> dict[str, Any]:
 def knobs_of(pins: Mapping[str, object], config: Mapping[str, object]) -> dict[str, Any]:
     """Return the knobs that pins and a DeepSpeed JSON fix. If both fix a knob, the pin wins.
 
-    If the JSON has `zero_optimization` but offloads no optimizer states, these stay on the device. The same applies to
-    parameters. Sizes are as in training: zerofit fills in "auto", and missing keys get DeepSpeed's defaults.
+    Sizes are as in training: zerofit fills in "auto", and missing keys get DeepSpeed's defaults.
     """
     given = {name: value for name, value in pins.items() if value is not None}
+    # A JSON with `zero_optimization` that offloads nothing keeps optimizer states and parameters on the device.
     stays = {name: "none" for name in ("offload_optimizer", "offload_param") if "zero_optimization" in config}
-    found = stays | decided({**given, "ds_config": config})
+    knobs = stays | decided({**given, "ds_config": config})
     if "zero_optimization" in config:
-        found |= {knob: get(config, KEYS[knob], UNSET) for knob in SIZES if knob not in found}
-    found |= {knob: given[pin] for knob, pin in PINS.items() if pin in given}
-    if found.get("zero_stage") == 0:
-        found.pop("overlap", None)  # the value has no effect at stage 0
-    return {knob: max(1, value) if knob in DEGREES else value for knob, value in found.items()}
+        knobs |= {knob: get(config, KEYS[knob], UNSET) for knob in SIZES if knob not in knobs}
+    knobs |= {knob: given[pin] for knob, pin in PINS.items() if pin in given}
+    if knobs.get("zero_stage") == 0:
+        knobs.pop("overlap", None)  # the value has no effect at stage 0
+    return {knob: max(1, value) if knob in DEGREES else value for knob, value in knobs.items()}
 
 
 def batch_and_precision(pins: Mapping[str, object], config: Mapping[str, object]) -> dict[str, Any]:
-    """Return the global batch and the precision. If a value is not pinned, it comes from the DeepSpeed JSON."""
-    found = {"global_batch": get(config, "train_batch_size", "auto"), "precision": precision_of(None, config)[0]}
-    found = {name: value for name, value in found.items() if value != "auto"}
-    return found | {name: pins[name] for name in ("global_batch", "precision") if pins.get(name) is not None}
+    """Return the global batch and the precision; values that are not pinned are the JSON's."""
+    of_json = {"global_batch": get(config, "train_batch_size", "auto"), "precision": precision_of(None, config)[0]}
+    of_json = {name: value for name, value in of_json.items() if value != "auto"}
+    return of_json | {name: pins[name] for name in ("global_batch", "precision") if pins.get(name) is not None}
 
 
 def uncounted(pins: Mapping[str, object], config: Mapping[str, object]) -> list[str]:
@@ -185,7 +189,7 @@ def uncounted(pins: Mapping[str, object], config: Mapping[str, object]) -> list[
 def refuse_impossible(
     pins: Mapping[str, Any], knobs: Mapping[str, Any], config: Mapping[str, Any], problems: Problems
 ) -> None:
-    """Add problems for invalid pins, unsupported combinations, and a JSON that plan cannot forecast."""
+    """Add problems for invalid pins, unsupported combinations, and a JSON without a forecast."""
     for unforecast in filter(None, (feature.not_planned for feature in features_on(config))):
         problems.add("combination", unforecast.message, unforecast.hint, "--ds-config")
     for name, allowed in (("zero_stage", STAGES), ("offload", OFFLOADS), ("offload_param", OFFLOADS)):

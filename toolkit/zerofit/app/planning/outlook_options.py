@@ -22,7 +22,7 @@ FIRST_PHASE = "reading the data"  # first phase of each start in events.jsonl
 
 
 class WorkOptions(TypedDict, total=False):
-    """The length of a run, its price, and how often machines fail. Values are numbers or texts like "15T"."""
+    """The length of a run, its price, and how often machines fail: numbers, or texts like "15T"."""
 
     epochs: float | None  # passes over `samples` or `tokens`
     tokens: float | str | None
@@ -34,11 +34,14 @@ class WorkOptions(TypedDict, total=False):
 
 
 def read_work(options: Mapping[str, Any]) -> Work | None:
-    """Return the length, price and failure rate that the options set; None without options. Raises UserError."""
+    """Return the length, price and failure rate that the options set; None without options.
+
+    Raises UserError with all problems.
+    """
     given = {name: value for name, value in options.items() if value is not None}
     if not given:
         return None
-    problems, found = Problems(), dict[str, Any]()
+    problems, values = Problems(), dict[str, Any]()
     readers: dict[str, Callable[[Any], Any]] = {
         "epochs": lambda value: _count(value, "--epochs"),
         "tokens": lambda value: _count(value, "--tokens"),
@@ -49,22 +52,22 @@ def read_work(options: Mapping[str, Any]) -> Work | None:
         "timed_by": lambda value: measured_times(Path(value)),
     }
     for name, value in given.items():
-        found[name] = problems.attempt(lambda name=name, value=value: readers[name](value))
+        values[name] = problems.attempt(lambda name=name, value=value: readers[name](value))
     if "tokens" in given and "samples" in given:
         problems.add("usage", "--tokens and --samples cannot be combined", "use one of them", "--tokens, --samples")
     if "epochs" in given and not {"tokens", "samples"} & given.keys():
         hint = "add --samples or --tokens, counted over one pass"
         problems.add("usage", "--epochs needs the size of the data", hint, "--epochs")
     problems.raise_if_any()
-    mtbf_h, of_node = found.get("mtbf", (None, False))
-    save_s, restart_s = found.get("timed_by", (None, None))
+    mtbf_h, of_node = values.get("mtbf", (None, False))
+    save_s, restart_s = values.get("timed_by", (None, None))
     return Work(
-        samples=found.get("samples"),
-        tokens=found.get("tokens"),
-        epochs=found.get("epochs", 1.0),
-        prices=found.get("price", {}),
+        samples=values.get("samples"),
+        tokens=values.get("tokens"),
+        epochs=values.get("epochs", 1.0),
+        prices=values.get("price", {}),
         reliability=Reliability(
-            mtbf_h=mtbf_h, of_node=of_node, storage=found.get("storage"), save_s=save_s, restart_s=restart_s
+            mtbf_h=mtbf_h, of_node=of_node, storage=values.get("storage"), save_s=save_s, restart_s=restart_s
         ),
     )
 
@@ -82,15 +85,15 @@ def _prices(value: object) -> dict[str, float]:
     if isinstance(value, Mapping):
         pairs = list(value.items())
     else:
-        pairs = [tuple(word.rpartition("=")[::2]) for word in str(value).split(",")]
+        pairs = [tuple(word.rpartition("=")[::2]) for word in str(value).split(",")]  # a lone price has the kind ""
     try:
-        found = {str(kind).strip(): float(price) for kind, price in pairs}
+        prices = {str(kind).strip(): float(price) for kind, price in pairs}
     except ValueError:
-        found = {}
-    if not found or not all(0 < price < 1e6 for price in found.values()):
+        prices = {}
+    if not prices or not all(0 < price < 1e6 for price in prices.values()):
         hint = "write US dollars per GPU hour: 2.5, or h100-80gb=2.5,a100-80gb=1.4"
         raise UserError(Problem(kind="bad-value", message=f"--price: got {value!r}", hint=hint, where="--price"))
-    return found
+    return prices
 
 
 def _mtbf(value: object) -> tuple[float, bool]:
@@ -104,6 +107,7 @@ def _mtbf(value: object) -> tuple[float, bool]:
 def measured_times(folder: Path) -> tuple[float, float]:
     """Return the median seconds of a save and of a start in an earlier run. Raises UserError."""
     file = RunFolder(folder).events
+    # A start takes from its first phase to the first event of the training; a save stalls the training.
     stalls, starts, began = [], [], None
     try:
         events = read_jsonl(file)

@@ -1,4 +1,4 @@
-"""The files that a plan writes: a layout's configuration for its engine, and a step's trace."""
+"""Write the files of a plan: a layout's configuration for its engine, and a step's trace."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TRACE_FLAG, SNAPSHOT_FLAG = "--trace", "--snapshot"
 
 
 def refuse_existing(folder: Path) -> None:
-    """Raise a UserError if the folder contains one of the plan's files already, or is a file itself."""
+    """Raise a UserError if the folder contains a file of a plan, or is a file itself."""
     problems = Problems()
     if folder.exists() and not folder.is_dir():
         problems.add("output-exists", f"{folder} is a file", "use a folder", "--write")
@@ -47,30 +47,37 @@ def refuse_existing(folder: Path) -> None:
 def write_plan(
     folder: Path, fields: Mapping[str, object], config: Mapping[str, object], comment: str
 ) -> tuple[Path, ...]:
-    """Write a DeepSpeed JSON, and a run file with `comment` at its end. Return their paths. Raises UserError."""
-    # relative to run.yaml, so that the folder can be moved or copied to another machine
+    """Write a DeepSpeed JSON, and a run file that ends with `comment`; return their paths.
+
+    Raises UserError.
+    """
+    # The path is relative to run.yaml, so that the folder can be moved or copied to another machine.
     run = yaml.safe_dump({**fields, "ds_config": NAMES[0]}, sort_keys=False) + comment
-    return _write(folder, {NAMES[0]: json.dumps(config, indent=2) + "\n", NAMES[1]: run})
+    return write_files(folder, {NAMES[0]: json.dumps(config, indent=2) + "\n", NAMES[1]: run})
 
 
 def write_accelerate(folder: Path, layout: PlannedLayout, cluster: Cluster) -> tuple[Path, ...]:
-    """Write an FSDP2 layout as a config file for `accelerate launch`. Return its path. Raises UserError."""
+    """Write an FSDP2 layout for `accelerate launch`; return the file's path. Raises UserError."""
     if layout.checkpointing == "selective":
         message, hint = "Accelerate's file cannot name selective checkpointing", "leave out --write or --engine fsdp2"
         raise UserError(Problem(kind="combination", message=message, hint=hint, where="--write"))
     batch = f"per_device_train_batch_size {layout.micro_batch}, gradient_accumulation_steps {layout.accumulation}"
-    more = "" if cluster.nodes == 1 else "; give --machine_rank, --main_process_ip and --main_process_port on each node"
-    each = "gradient_accumulation_kwargs {sync_each_batch: true}, " if layout.sync_each_batch else ""
+    # Accelerate's file has no keys for these settings, so a comment tells the user to set them in the script.
+    sync = "gradient_accumulation_kwargs {sync_each_batch: true}, " if layout.sync_each_batch else ""
     model = ", a model that is loaded with dtype=torch.bfloat16" if layout.weight_bytes == 2 else ""
-    text = f"# with {each}{batch}{model} in your script{more}\n" + yaml.safe_dump(
-        accelerate_config(layout, cluster), sort_keys=False
-    )
-    return _write(folder, {NAMES[2]: text})
+    nodes = "; give --machine_rank, --main_process_ip and --main_process_port on each node" if cluster.nodes > 1 else ""
+    comment = f"# with {sync}{batch}{model} in your script{nodes}\n"
+    text = comment + yaml.safe_dump(accelerate_config(layout, cluster), sort_keys=False)
+    return write_files(folder, {NAMES[2]: text})
 
 
 def accelerate_config(layout: PlannedLayout, cluster: Cluster) -> dict[str, object]:
-    """Return the content of the file that `accelerate launch --config_file` reads (commands/config/config_args.py)."""
+    """Return the content of the file that `accelerate launch --config_file` reads.
+
+    Source of the names: commands/config/config_args.py of Accelerate.
+    """
     sizes = {"dp_replicate_size": layout.replicas, "dp_shard_size": layout.shard_ranks}
+    hybrid = {"parallelism_config": {f"parallelism_config_{name}": size for name, size in sizes.items()}}
     return {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP",
@@ -88,22 +95,18 @@ def accelerate_config(layout: PlannedLayout, cluster: Cluster) -> dict[str, obje
             "fsdp_cpu_ram_efficient_loading": True,
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         },
-        **(
-            {"parallelism_config": {f"parallelism_config_{name}": size for name, size in sizes.items()}}
-            if layout.replicas > 1
-            else {}
-        ),
+        **(hybrid if layout.replicas > 1 else {}),
     }
 
 
 def write_torchtitan(folder: Path, layout: PlannedLayout, profile: Profile, cluster: Cluster) -> tuple[Path, ...]:
-    """Write a script that starts torchtitan in this layout. Return its path. Raises UserError."""
-    known = ENGINES["torchtitan"].configurations
-    if profile.parameters not in known:
+    """Write a script that starts torchtitan in this layout; return its path. Raises UserError."""
+    configurations = ENGINES["torchtitan"].configurations  # by number of parameters
+    if profile.parameters not in configurations:
         message = f"torchtitan has no configuration of {profile.model}"
-        hint = f"plan for one of {', '.join(name for _, name in known.values())}, or leave out --write"
+        hint = f"plan for one of {', '.join(name for _, name in configurations.values())}, or leave out --write"
         raise UserError(Problem(kind="combination", message=message, hint=hint, where="--write"))
-    module, name = known[profile.parameters]
+    module, name = configurations[profile.parameters]
     nodes = [f"--nnodes {cluster.nodes} --rdzv_backend c10d --rdzv_endpoint $FIRST_HOST:29500"]
     lines = [
         f"torchrun --nproc_per_node {cluster.gpus}",
@@ -116,19 +119,17 @@ def write_torchtitan(folder: Path, layout: PlannedLayout, profile: Profile, clus
     start = "#!/usr/bin/env bash\n# for torchtitan 0.3; add --hf_assets_path and the data set's options\nset -eu\n"
     if cluster.nodes > 1:
         start += "# run it on each node; FIRST_HOST is the address of one of them\n"
-    return _write(folder, {NAMES[3]: start + " \\\n  ".join(lines) + "\n"})
+    return write_files(folder, {NAMES[3]: start + " \\\n  ".join(lines) + "\n"})
 
 
 def torchtitan_flags(layout: PlannedLayout, profile: Profile) -> dict[str, str | int]:
-    """Return torchtitan's options and their values; "" for switches (torchtitan/config/configs.py).
-
-    CUDA graphs are off: they would keep a step's memory allocated, and plan's forecasts do not include this effect.
-    """
+    """Return torchtitan's options and values; "" for switches (torchtitan/config/configs.py)."""
     return {
         "training.local_batch_size": layout.micro_batch,
         "training.global_batch_size": layout.global_batch,
         "training.seq_len": profile.seq_len or 0,
         "training.mixed_precision_param": "float32" if layout.element_bytes == MASTER_BYTES else "bfloat16",
+        # CUDA graphs would keep a step's memory allocated, which plan's forecasts do not include
         "training.disable_cuda_graphs": "",
         **({"training.enable_cpu_offload": ""} if layout.offload_param == "cpu" else {}),
         "parallelism.data_parallel_replicate_degree": layout.replicas,
@@ -138,15 +139,8 @@ def torchtitan_flags(layout: PlannedLayout, profile: Profile) -> dict[str, str |
     }
 
 
-def write_files(folder: Path, texts: Mapping[str, str], config: Mapping[str, object] | None = None) -> tuple[Path, ...]:
-    """Write the files in `texts`, and the DeepSpeed JSON `config` if there is one. Return their paths.
-
-    Raises UserError.
-    """
-    return _write(folder, {**({NAMES[0]: json.dumps(config, indent=2) + "\n"} if config else {}), **texts})
-
-
-def _write(folder: Path, texts: Mapping[str, str]) -> tuple[Path, ...]:
+def write_files(folder: Path, texts: Mapping[str, str]) -> tuple[Path, ...]:
+    """Write the files in `texts` (names and contents); return their paths. Raises UserError."""
     refuse_existing(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -159,7 +153,7 @@ def _write(folder: Path, texts: Mapping[str, str]) -> tuple[Path, ...]:
 
 
 def ds_config(layout: PlannedLayout, profile: Profile, nvme_path: str) -> dict[str, Any]:
-    """Return the bundled JSON for the layout's stage, with the plan's values.
+    """Return the bundled JSON of the layout's stage with the plan's values.
 
     Sizes that the run sets itself stay "auto".
     """
@@ -168,6 +162,7 @@ def ds_config(layout: PlannedLayout, profile: Profile, nvme_path: str) -> dict[s
     zero = config["zero_optimization"]
     if layout.zero_stage:
         zero["overlap_comm"] = layout.overlap
+        # `zerofit train` fills in "auto" with the sizes from `stage3_sizes` and `bucket_elements`
         if layout.bucket != bucket_elements(profile.trained):
             for key in {"reduce_bucket_size", "allgather_bucket_size"} & set(zero):
                 zero[key] = layout.bucket
@@ -191,26 +186,23 @@ def ds_config(layout: PlannedLayout, profile: Profile, nvme_path: str) -> dict[s
     return config
 
 
-def for_trainer(config: Mapping[str, Any], layout: PlannedLayout, profile: Profile) -> dict[str, object]:
-    """Return a DeepSpeed JSON with the plan's buckets, in which the HF Trainer can fill in each "auto".
-
-    The Trainer does not fill in `allgather_bucket_size`. If the layout offloads the optimizer, the JSON names an
-    optimizer, since DeepSpeed offloads only the states of its own optimizers.
-    """
-    found = copy.deepcopy(dict(config))
-    zero = found["zero_optimization"]
+def for_trainer(config: Mapping[str, object], layout: PlannedLayout, profile: Profile) -> dict[str, object]:
+    """Return a DeepSpeed JSON in which the HF Trainer can fill in each "auto"."""
+    filled: dict[str, Any] = copy.deepcopy(dict(config))
+    zero = filled["zero_optimization"]
+    # The Trainer fills in `reduce_bucket_size` from the model's hidden size alone, and never `allgather_bucket_size`.
     sizes = {"reduce_bucket_size": layout.bucket, "allgather_bucket_size": layout.bucket}
     zero |= {name: size for name, size in sizes.items() if zero.get(name) == "auto"}
     if zero.get("offload_param", {}).get("buffer_size") == "auto":
         zero["offload_param"]["buffer_size"] = max(max(layer.matrices, default=0) for layer in profile.layers)
-    if layout.offload_optimizer != "none":
+    if layout.offload_optimizer != "none":  # DeepSpeed offloads only the states of an optimizer that the JSON names
         names = ("lr", "betas", "eps", "weight_decay")
-        found.setdefault("optimizer", {"type": "AdamW", "params": dict.fromkeys(names, "auto")})
-    return found
+        filled.setdefault("optimizer", {"type": "AdamW", "params": dict.fromkeys(names, "auto")})
+    return filled
 
 
 def data_line(profile: Profile, image: str | None) -> str:
-    """Return a comment line for the run file, in which the user fills in the data."""
+    """Return the comment line of the run file in which the user fills in the data."""
     if profile.task == "segmentation":
         return "# data: segmentation:/path/to/folder   # images/ and masks/; default: synthetic\n"
     if profile.task == "image":
@@ -260,13 +252,13 @@ def layout_fields(layout: PlannedLayout) -> dict[str, object]:
 
 def merged(planned: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the user's DeepSpeed JSON `own`, completed with the planned values."""
-    found = dict(copy.deepcopy(planned))
+    completed = dict(copy.deepcopy(planned))
     for key, value in own.items():
-        if isinstance(value, dict) and isinstance(found.get(key), dict):
-            found[key] = merged(found[key], value)
-        elif value != "auto" or key not in found:
-            found[key] = copy.deepcopy(value)
-    return found
+        if isinstance(value, dict) and isinstance(completed.get(key), dict):
+            completed[key] = merged(completed[key], value)
+        elif value != "auto" or key not in completed:
+            completed[key] = copy.deepcopy(value)
+    return completed
 
 
 def refuse_place(path: Path, flag: str = TRACE_FLAG) -> None:
@@ -288,9 +280,10 @@ def write_trace(path: Path, trace: dict[str, object]) -> None:
 def trace_of_layout(
     profile: Profile, cluster: Cluster, rates: Rates, layout: PlannedLayout, step_s: float
 ) -> dict[str, object]:
-    """Return the trace of a planned step, scaled to `step_s`. It shows the first rank of each pipeline stage."""
+    """Return the trace of a planned step of `step_s` seconds, one rank of each pipeline stage."""
     timer = Timer(profile, cluster, rates)
     timeline = step_timeline(profile, timer, layout)
+    # `step_s` can differ from the timer's forecast: trials, a measured speed or a trace correct the plan's times.
     timeline = timeline.scaled(step_s / timeline.step_s)
     forecaster = Forecaster(profile, cluster.accelerator, blas_workspace_bytes(cluster.device))
     ranks = {stage: stage * (layout.world_size // layout.pp) for stage in range(layout.pp)}
@@ -298,7 +291,7 @@ def trace_of_layout(
     return step_trace(timeline, memory, ranks, about(profile, cluster, layout))
 
 
-def about(profile: Profile, cluster: Cluster, layout: PlannedLayout) -> dict[str, Any]:
+def about(profile: Profile, cluster: Cluster, layout: PlannedLayout) -> dict[str, object]:
     """Return the description of a traced step: the layout, the model and the machine."""
     machine = {"gpu": cluster.device.kind, "gpus": cluster.gpus, "nodes": cluster.nodes}
     return {"forecast": str(layout), "model": profile.model, **machine, "layout": layout.to_dict()}

@@ -1,4 +1,4 @@
-"""A plan: the layouts that fit, as runs and files, and the reasons why other layouts do not fit."""
+"""A plan: the layouts that fit, as runs and files, and why other layouts do not fit."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Confirmation:
         if self.problem:
             return f"{layout} cannot be simulated, so only plan's forecast is known: {self.problem}"
         needed, available = shown_bytes(self.needed_bytes), shown_bytes(self.available_bytes)
-        more = f". {self.because}" if details else ""
-        return f"{layout} {self.verdict}: needs {needed} of {available}{more}"
+        because = f". {self.because}" if details else ""
+        return f"{layout} {self.verdict}: needs {needed} of {available}{because}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +98,7 @@ class PlannedRun:
     def ds_config(self) -> dict[str, Any]:
         """The DeepSpeed JSON; values that the run decides (batch sizes, precision, lr) are "auto"."""
         planned = ds_config(self.layout, self.profile, self.request.nvme_path)
+        # with `measured`, the user's JSON describes the measured layout, and the search was free of it
         return planned if self.request.measured else merged(planned, self.request.ds_config)
 
     @property
@@ -116,14 +117,17 @@ class PlannedRun:
         return {**fields, **savings_of(self.request.pins, self.request.ds_config).fields}
 
     def to_run(self) -> Run:
-        """Return the run without data; `run.model_copy(update={"data": ...})` adds data. Raises UserError for FSDP2."""
+        """Return the run without data. Raises UserError for layouts of FSDP2 and torchtitan.
+
+        `run.model_copy(update={"data": ...})` adds data.
+        """
         if self.layout.by_layer:
             message = "zerofit trains only with DeepSpeed; for FSDP2, zerofit can simulate your training script"
-            started = {
+            commands = {
                 "fsdp2": "accelerate launch --config_file FOLDER/accelerate.yaml SCRIPT",
                 "torchtitan": "torchrun ..., the command in FOLDER/torchtitan.sh",
             }
-            hint = f"zerofit simulate -- {started[self.layout.engine]}"
+            hint = f"zerofit simulate -- {commands[self.layout.engine]}"
             raise UserError(Problem(kind="engine", message=message, hint=hint))
         return Run(**self.fields, ds_config=self.ds_config)
 
@@ -134,7 +138,7 @@ class PlannedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The layouts of a model that fit a cluster, best first, and the reasons why others do not fit."""
+    """The layouts of a model that fit a cluster, best first, and why others do not fit."""
 
     result: PlanResult
     request: PlanningRequest = field(repr=False)
@@ -160,7 +164,7 @@ class Plan:
 
     @property
     def misfits(self) -> tuple[PlannedRun, ...]:
-        """Layouts that do not fit, the nearest to fitting first. Empty if as many layouts fit as requested."""
+        """Layouts that do not fit, the nearest to fitting first; () if enough layouts fit."""
         return tuple(
             PlannedRun(ranked=ranked, profile=self.profile, request=self.request) for ranked in self.result.misfits
         )
@@ -177,21 +181,19 @@ class Plan:
 
     @property
     def cluster(self) -> Cluster:
-        """The planned cluster or, if the plan searched for the fewest devices, the cluster that it found."""
+        """The planned cluster or, if the plan searched for the fewest devices, the found cluster."""
         return self.result.cluster
 
     @property
     def chosen(self) -> int | None:
-        """Index of the layout to write: the simplest of the fastest, or the first that simulation does not refuse.
-
-        None if nothing fits.
-        """
+        """Index of the layout to write; None if nothing fits."""
         refused = {
             confirmation.layout for confirmation in self.confirmed if not confirmation.fits and not confirmation.problem
         }
+        # The plainest layout's forecast time equals that of the fastest within the error of forecasts.
         if self.result.plainest not in refused:
-            return self.result.plainest  # within the error, its forecast time equals that of the fastest
-        return next((one.layout for one in self.confirmed if one.layout not in refused), None)
+            return self.result.plainest
+        return next((look.layout for look in self.confirmed if look.layout not in refused), None)
 
     @property
     def shown(self) -> int:
@@ -199,13 +201,10 @@ class Plan:
         return self.chosen or 0
 
     def write(self, folder: Path | str) -> tuple[Path, ...]:
-        """Write ds_config.json and run.yaml of the best layout, or of a simpler layout that is nearly as fast.
+        """Write ds_config.json and run.yaml of the layout `chosen`, and return the files.
 
         For a layout of FSDP2, write accelerate.yaml. For a layout of torchtitan, write torchtitan.sh, which starts the
-        training.
-
-        Layouts that did not fit in simulation (`confirmed`) are not written. Raises UserError if nothing fits, a file
-        exists, or the folder is not writable.
+        training. Raises UserError if nothing fits, a file exists, or the folder is not writable.
         """
         number = self.chosen
         if number is None:
@@ -219,7 +218,7 @@ class Plan:
         return write_plan(Path(folder), planned.fields, planned.ds_config, data_line(self.profile, self.request.image))
 
     def trace(self, path: Path | str) -> Path:
-        """Write a Chrome trace of one step in the layout that `write` writes.
+        """Write a Chrome trace of one step in the layout that `write` writes, and return the file.
 
         If no layout fits, trace the first layout that does not fit. The trace has one rank of each pipeline stage.
         Raises UserError if there is no layout, or if the file is not writable.
@@ -235,34 +234,34 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the data that `zerofit plan --json` prints."""
-        found = self.result.to_dict()
-        found["top"] = self.request.top
+        data = self.result.to_dict()
+        data["top"] = self.request.top
         if self.request.work:
-            found["assumed"] = self.request.work.reliability.sources
-        found["tuned"] = self.tuned.to_dict() if self.tuned else None
-        found["measured"] = self.scaling.to_dict() if self.scaling else None
-        found["from_trace"] = self.by_trace.to_dict() if self.by_trace else None
-        found["profile"] = str(self.profile_file) if self.profile_file else None
+            data["assumed"] = self.request.work.reliability.sources
+        data["tuned"] = self.tuned.to_dict() if self.tuned else None
+        data["measured"] = self.scaling.to_dict() if self.scaling else None
+        data["from_trace"] = self.by_trace.to_dict() if self.by_trace else None
+        data["profile"] = str(self.profile_file) if self.profile_file else None
         if self.answer:
-            found["asked"] = self.answer.to_dict()
+            data["asked"] = self.answer.to_dict()
         if not self.result.layouts:
-            found["remedies"] = list(self.remedies)
+            data["remedies"] = list(self.remedies)
         if self.boxes:
-            found["boxes"] = [_box(plan) for plan in self.boxes]
-        found["total_s"] = self.total_s
+            data["boxes"] = [_row_of_box(plan) for plan in self.boxes]
+        data["total_s"] = self.total_s
         if self.written:
-            found |= {"written": [str(path) for path in self.written], "written_layout": self.chosen}
+            data |= {"written": [str(path) for path in self.written], "written_layout": self.chosen}
         if self.traced:
-            found["trace"] = str(self.traced)
+            data["trace"] = str(self.traced)
         if self.confirmed:
-            found["confirmed"] = [field_data(confirmation) for confirmation in self.confirmed]
-        return found
+            data["confirmed"] = [field_data(confirmation) for confirmation in self.confirmed]
+        return data
 
     def _repr_html_(self) -> str:
         return self.result._repr_html_()
 
 
-def _box(plan: Plan) -> dict[str, object]:
+def _row_of_box(plan: Plan) -> dict[str, object]:
     cluster, layouts = plan.cluster, plan.result.layouts
     return {
         "gpu": cluster.device.kind,

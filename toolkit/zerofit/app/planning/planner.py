@@ -1,4 +1,4 @@
-"""`zerofit.plan`: which layouts of a model fit a cluster, and how fast they run, before you have a GPU."""
+"""`zerofit.plan`: find the layouts of a model that fit a cluster, and their speed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def plan(
     on_event: OnEvent | None = None,
     **options: Unpack[PlanOptions],
 ) -> Plan:
-    """Return the layouts of a model that fit a cluster, fastest first, and the reasons why others do not fit.
+    """Return the layouts of a model that fit a cluster, fastest first, and why others do not.
 
     Args:
         model: a model's name, or a run. Fields of the run that are also `options` are kept fixed.
@@ -124,7 +124,7 @@ def answer_request(
     on_event: OnEvent | None = None,
     on_plan: Callable[[Plan], None] | None = None,
 ) -> Plan:
-    """Return the plan for the best cluster. For several clusters, its `boxes` are the plans for all of them.
+    """Return the plan for the best cluster; for several, its `boxes` are the plans for all.
 
     `on_plan` gets the plan before layouts are simulated, which takes longer.
     """
@@ -143,22 +143,17 @@ def answer_request(
     plans.sort(key=lambda plan: -plan.result.layouts[0].samples_per_s if plan.result.layouts else 0.0)
     boxes = tuple(plans) if len(plans) > 1 else ()
     best = replace(plans[0], boxes=boxes)
-    changes = request.confirm > 0 and bool(best.result.close)  # simulations may add layouts to the table
+    # Simulations may add layouts near the limit to the table, so the plan is shown only after them.
+    changes = request.confirm > 0 and bool(best.result.close)
     if on_plan and not changes:
         on_plan(best)
-    confirmed = replace(_confirmed(best, report), total_s=round(time.perf_counter() - start, 3))
+    confirmed = confirm_layouts(best, request.confirm, report) if request.confirm else best
+    if request.write and request.profile is None and confirmed.layouts:
+        confirmed = confirm_written(confirmed, report)
+    confirmed = replace(confirmed, total_s=round(time.perf_counter() - start, 3))
     if on_plan and changes:
         on_plan(confirmed)
     return confirmed
-
-
-def _confirmed(plan: Plan, report: Reporter) -> Plan:
-    request = plan.request
-    if request.confirm:
-        plan = confirm_layouts(plan, request.confirm, report)
-    if request.write and request.profile is None and plan.layouts:
-        plan = confirm_written(plan, report)
-    return plan
 
 
 def plan_for(cluster: Cluster, request: PlanningRequest, report: Reporter) -> Plan:
@@ -194,7 +189,7 @@ def _plan_of(
     forecast = forecast_of(profile, cluster)
     result = search(profile, cluster, setup.request, forecast, setup.calibration, setup.top, setup.correct)
     if setup.scaling and not cluster.on_cpu:
-        result = setup.scaling.known(result)
+        result = setup.scaling.with_narrower_errors(result)
     return Plan(
         result=with_outlooks(result, request.work, profile) if request.work else result,
         request=request,

@@ -1,8 +1,9 @@
-"""Get the profile for a plan from a file, this machine's cache or the shipped profiles, or trace the model."""
+"""Get the profile for a plan: from a file, the cache, or the shipped ones, or by a trace."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -94,17 +95,20 @@ def read_profile(path: Path) -> Profile:
 # torch. A trace is stored in the cache. Its name contains a hash of all that it depends on, so a changed
 # config gets another file.
 def get_profile(wanted: ProfileRequest, report: Reporter) -> tuple[Profile, Path | None]:
-    """Return a stored or shipped profile, or trace the model now. Also return the profile's file.
+    """Return a stored or shipped profile, or trace the model now; and the profile's file.
 
     The file is None for a user's own code, since that profile is not stored. Raises ModelError, and UserError, for
     example if the model has to be traced and torch is not installed.
     """
-    for note in _notes(wanted.model):
-        report.note(note)
-    path = _place(wanted)
-    profile = kept_profile(wanted)
+    config = Path(wanted.model)
+    with suppress(ModelError):  # a model without a config has no notes
+        values = PRESETS.get(wanted.model) or read_config(config / "config.json" if config.is_dir() else config)
+        for note in notes_of_config(wanted.model, values):
+            report.note(note)
+    path = _file_of(wanted)
+    profile = stored_profile(wanted)
     if profile is None:
-        profile = _shipped(wanted) or _traced(wanted, report)
+        profile = _shipped(wanted) or _trace_or_refuse(wanted, report)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, profile.as_dict())
@@ -116,37 +120,35 @@ def _as_split(profile: Profile, wanted: ProfileRequest) -> Profile:
 
 
 def _with_own_models(profile: Profile, wanted: ProfileRequest, report: Reporter) -> Profile:
-    """Add the profiles of the engines that train this model with their own code.
-
-    An engine's own code may lack this variant of the model. Then the numbers of parameters differ, and the engine's
-    profile is not added.
-    """
-    found: dict[Engine, Profile] = {}
+    """Add the profiles of the engines that train this model with their own code."""
+    own_models: dict[Engine, Profile] = {}
     for engine in wanted.engines:
         if profile.model_type in ENGINES[engine].own_models and profile.task == "causal-lm" and not wanted.partial:
-            asked = replace(wanted, engine=engine, engines=(), checkpointings=tuple(WORDS), split_sequence=False)
-            own = get_profile(asked, report)[0]
-            found |= {engine: own} if own.parameters == profile.parameters else {}
-    return replace(profile, own_models=found) if found else profile
+            of_engine = replace(wanted, engine=engine, engines=(), checkpointings=tuple(WORDS), split_sequence=False)
+            own = get_profile(of_engine, report)[0]
+            # if the engine's code lacks this variant of the model, the numbers of parameters differ
+            own_models |= {engine: own} if own.parameters == profile.parameters else {}
+    return replace(profile, own_models=own_models) if own_models else profile
 
 
 def _shipped(wanted: ProfileRequest) -> Profile | None:
-    """Return the shipped profile for a request; None if none matches the request and the installed versions."""
-    own = (wanted.image, wanted.model_args, wanted.partial, wanted.task, wanted.liger_kernel)
-    if any(own) or wanted.engine != "deepspeed" or wanted.savings != NOTHING_SAVED:
+    """Return the shipped profile that matches the request and the installed versions, or None."""
+    unusual = (wanted.image, wanted.model_args, wanted.partial, wanted.task, wanted.liger_kernel)
+    if any(unusual) or wanted.engine != "deepspeed" or wanted.savings != NOTHING_SAVED:
         return None
-    found = shipped_profile(wanted.model, wanted.device, wanted.precision, wanted.seq_len)
-    if found is None or any(installed_version(name) not in (None, made) for name, made in found.versions.items()):
+    shipped = shipped_profile(wanted.model, wanted.device, wanted.precision, wanted.seq_len)
+    # other versions of torch or transformers can run other kernels, so their users get a new trace
+    if shipped is None or any(installed_version(name) not in (None, made) for name, made in shipped.versions.items()):
         return None
     settings = [
         setting(wanted.precision, checkpointing, degrees.tp, degrees.sp, degrees.ep)
         for degrees in wanted.degrees or ()
         for checkpointing in wanted.checkpointings
     ]
-    return found if found.costs.keys() >= set(settings) else None
+    return shipped if shipped.costs.keys() >= set(settings) else None
 
 
-def _traced(wanted: ProfileRequest, report: Reporter) -> Profile:
+def _trace_or_refuse(wanted: ProfileRequest, report: Reporter) -> Profile:
     report.status(f"tracing {wanted.model} on fake tensors ...")
     try:
         return _trace(wanted, report)
@@ -154,47 +156,48 @@ def _traced(wanted: ProfileRequest, report: Reporter) -> Profile:
         missing = missing_extra(error)
         if missing is None:
             raise
-        have = ", ".join(shipped_settings(wanted.model))
+        shipped = ", ".join(shipped_settings(wanted.model))
         message = f"no profile of {wanted.model} ships for these options, and tracing it needs {error.name}, which is "
         message += "not installed"
-        hint = f"{missing.hint}; shipped profiles of {wanted.model}: {have}" if have else missing.hint
+        hint = f"{missing.hint}; shipped profiles of {wanted.model}: {shipped}" if shipped else missing.hint
         raise UserError(Problem(kind=missing.kind, message=message, hint=hint, where="MODEL")) from error
 
 
+# A trace with Liger shows the right memory but not the right kernel times. The plan's rates contain the speed-up of
+# Liger over the plain kernels, so they need those.
 def _with_liger(profile: Profile, wanted: ProfileRequest, report: Reporter) -> Profile:
-    """If Liger's kernels are on, replace the profile's kernels with those of a trace without Liger.
-
-    A trace with Liger shows the right memory but not the right kernel times. The plan's rates contain Liger's speed-up.
-    """
+    """Return a profile traced with Liger, with the kernels of a trace without Liger."""
     if not wanted.liger_kernel:
         return profile
     plain = get_profile(replace(wanted, liger_kernel=False, split_sequence=False), report)[0]
 
-    def timed(costs: Mapping[str, Costs], plain: Mapping[str, Costs]) -> dict[str, Costs]:
-        pairs = ((key, zip(layers, plain.get(key, layers), strict=True)) for key, layers in costs.items())
-        return {key: tuple(_with_kernels(*pair) for pair in layers) for key, layers in pairs}
+    def with_kernels(costs: Mapping[str, Costs], plain: Mapping[str, Costs]) -> dict[str, Costs]:
+        return {
+            key: tuple(
+                replace(cost, forward_kernels=by.forward_kernels, backward_kernels=by.backward_kernels)
+                for cost, by in zip(layers, plain.get(key, layers), strict=True)
+            )
+            for key, layers in costs.items()
+        }
 
-    return replace(profile, costs=timed(profile.costs, plain.costs), zero3=timed(profile.zero3, plain.zero3))
+    costs, zero3 = with_kernels(profile.costs, plain.costs), with_kernels(profile.zero3, plain.zero3)
+    return replace(profile, costs=costs, zero3=zero3)
 
 
-def _with_kernels(cost: LayerCost, by: LayerCost) -> LayerCost:
-    return replace(cost, forward_kernels=by.forward_kernels, backward_kernels=by.backward_kernels)
-
-
-def kept_profile(wanted: ProfileRequest) -> Profile | None:
-    """Return the stored profile; None if there is none or it is unreadable. An unreadable profile is deleted."""
-    path = _place(wanted)
+def stored_profile(wanted: ProfileRequest) -> Profile | None:
+    """Return the stored profile; None if there is none or it is unreadable."""
+    path = _file_of(wanted)
     if path is None or not path.is_file():
         return None
     try:
         return read_profile(path)
-    except UserError:
-        path.unlink()  # truncated, or from another version
+    except UserError:  # truncated, or from another version
+        path.unlink()
         return None
 
 
 def trace(wanted: ProfileRequest, report: Reporter) -> Profile:
-    """Trace the model on fake tensors, and report unsupported degrees. Raises UserError and ModelError."""
+    """Trace the model on fake tensors; report unsupported degrees. Raises UserError, ModelError."""
     return _with_own_models(_as_split(_trace(wanted, report), wanted), wanted, report)
 
 
@@ -212,6 +215,7 @@ def _trace(wanted: ProfileRequest, report: Reporter) -> Profile:
     with models_say("MODEL"):
         inputs, degrees = _inputs_and_degrees(wanted, source, task)
         checkpointings = wanted.checkpointings
+        # A model may turn out not to support a setting only while it is traced. Each round leaves one setting out.
         while True:
             # largest first: a degree that does not divide every layer fails at once
             ordered = sorted(degrees, reverse=True)
@@ -222,8 +226,8 @@ def _trace(wanted: ProfileRequest, report: Reporter) -> Profile:
                 for d, c in pairs
             ]
             try:
-                found = profile_model(source, task, inputs, wanted.model_args, settings, wanted.device)
-                return _with_liger(found, wanted, report)
+                profile = profile_model(source, task, inputs, wanted.model_args, settings, wanted.device)
+                return _with_liger(profile, wanted, report)
             except ModelError as error:
                 if error.kind == "model-checkpointing" and len(checkpointings) > 1:
                     report.note(f"skipped: {error.message}")
@@ -247,16 +251,18 @@ def _inputs_and_degrees(wanted: ProfileRequest, source: ModelSource, task: Task)
     heads = (attention, of_all_layers(config, "num_key_value_heads") or attention)
     model_type, length = getattr(config, "model_type", None), getattr(inputs, "seq_len", None) or 0
     experts = expert_count(config)
-    found = wanted.degrees or settings_of(heads, model_type, TRACED_RANKS, experts)
-    found = [degrees for degrees in found if degrees.tp * degrees.ep == 1 or source.partial is None]
-    found = [d for d in found if d.ep == 1 or (model_type in EXPERT_TYPES and (experts or 1) % d.ep == 0)]
-    found = [d for d in found if wanted.engine == "deepspeed" or d == Degrees(tp=d.tp)] or [Degrees()]
-    found = [Degrees()] if has_head(task) else found
-    fitting = [d for d in found if heads_take(d, heads, model_type) and length % d.sp == 0]
-    return inputs, [d for d in fitting if d.sp == 1 or not are_packed(inputs)]  # Ulysses would mix packed documents
+    degrees = wanted.degrees or settings_of(heads, model_type, TRACED_RANKS, experts)
+    # Leave out what the engine cannot train: a partly trained model over tensor or expert ranks, experts that the ranks
+    # cannot share equally, heads or tokens that they cannot share equally, and a model with a task's head.
+    degrees = [d for d in degrees if d.tp * d.ep == 1 or source.partial is None]
+    degrees = [d for d in degrees if d.ep == 1 or (model_type in EXPERT_TYPES and (experts or 1) % d.ep == 0)]
+    degrees = [d for d in degrees if wanted.engine == "deepspeed" or d == Degrees(tp=d.tp)] or [Degrees()]
+    degrees = [Degrees()] if has_head(task) else degrees
+    degrees = [d for d in degrees if heads_take(d, heads, model_type) and length % d.sp == 0]
+    return inputs, [d for d in degrees if d.sp == 1 or not are_packed(inputs)]  # Ulysses would mix packed documents
 
 
-def _place(wanted: ProfileRequest) -> Path | None:
+def _file_of(wanted: ProfileRequest) -> Path | None:
     """Return the file of the profile, whose name depends on the model's config and all settings.
 
     None for a user's own code and for a pipeline of diffusers.
@@ -264,6 +270,7 @@ def _place(wanted: ProfileRequest) -> Path | None:
     content = _content(wanted.model)
     if content is None:
         return None
+    # Later options are in the key only if they are set, so that files of older versions stay valid.
     key = {
         "model": content,
         "args": wanted.model_args,
@@ -284,7 +291,7 @@ def _place(wanted: ProfileRequest) -> Path | None:
 
 
 def _content(model: str) -> object:
-    """Return the named model's config, or None. A pipeline of diffusers and a user's own code have no single config."""
+    """Return the config that identifies a named model; None if there is no single config."""
     if model in PRESETS:
         return PRESETS[model]
     path = Path(model)
@@ -296,17 +303,11 @@ def _content(model: str) -> object:
     return None if names_callable(model) else model
 
 
-def _notes(model: str) -> list[str]:
-    path = Path(model)
-    try:
-        values = PRESETS.get(model) or read_config(path / "config.json" if path.is_dir() else path)
-        return notes_of_config(model, values)
-    except ModelError:
-        return []
-
-
 def longest_sequence(wanted: ProfileRequest) -> int | None:
-    """Return the longest sequence that the model supports; None without a limit. Raises UserError."""
+    """Return the longest sequence that the model supports; None without a limit.
+
+    Raises UserError.
+    """
     from zerofit.app.job.model_facts import max_positions_of
     from zerofit.train.probe import models_say
 

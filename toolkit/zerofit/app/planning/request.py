@@ -33,7 +33,10 @@ PLANNED_ONLY = ("liger_kernel", "tensor_sequence_parallel")  # options that `zer
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningRequest:
-    """A model, the fixed values of its run, and the goal of the plan. Raises UserError with all problems."""
+    """A model, the fixed values of its run, and the goal of the plan.
+
+    Raises UserError with all problems.
+    """
 
     model: str | Run | None = None  # None: the profile's
     pins: LayoutPins
@@ -66,16 +69,16 @@ class PlanningRequest:
         if kernel := self.pins.get("attn_implementation"):
             args = {**(self.pins.get("model_args") or {}), "attn_implementation": kernel}
             object.__setattr__(self, "pins", {**self.pins, "model_args": args})
-        given = {n: v for n, v in self.pins.items() if v is not None and n in Run.model_fields and n != "ds_config"}
-        problems.attempt(lambda: load_run(None, given))  # refuses --micro-batch 0 and the like
+        of_run = {n: v for n, v in self.pins.items() if v is not None and n in Run.model_fields and n != "ds_config"}
+        problems.attempt(lambda: load_run(None, of_run))  # refuses --micro-batch 0 and the like
         if (config := problems.attempt(lambda: self.ds_config)) is not None:
             if keys := uncounted(self.pins, config):
                 note = f"the forecasts do not include {', '.join(keys)} of the DeepSpeed JSON"
                 object.__setattr__(self, "notes", (note,))
             refuse_impossible(self.pins, knobs_of(self.pins, config), config, problems)
-            partly = problems.attempt(lambda: Run(**self.part))
-            if partly:
-                check_part(partly, Layout(dp=1, tp=self.pins.get("tensor_parallel") or 1), config, problems)
+            partial_run = problems.attempt(lambda: Run(**self.part))
+            if partial_run:
+                check_part(partial_run, Layout(dp=1, tp=self.pins.get("tensor_parallel") or 1), config, problems)
         if (self.model is None) == (self.profile is None):
             problems.add("usage", "plan needs MODEL or --profile FILE", "use one of them", "MODEL")
         if isinstance(self.model, str):
@@ -89,9 +92,10 @@ class PlanningRequest:
             if size > 0 and batch % size:
                 message = f"{flag} {size} does not divide --global-batch {batch}"
                 problems.add("batch-size", message, f"remove {flag}, or use a divisor", flag)
-        for place in (flag for flag, given in (("--write", self.write), ("--confirm", self.confirm)) if given):
+        # --write makes a run for `zerofit train`, and --confirm simulates one.
+        for goal in (flag for flag, value in (("--write", self.write), ("--confirm", self.confirm)) if value):
             for flag in (f"--{name.replace('_', '-')}" for name in PLANNED_ONLY if self.pins.get(name)):
-                problems.add("usage", f"`zerofit train` does not support {flag} ({place})", f"remove {flag}", flag)
+                problems.add("usage", f"`zerofit train` does not support {flag} ({goal})", f"remove {flag}", flag)
         if self.maximum and self.minimum:
             problems.add("usage", "--max and --min cannot be combined", "use one of them", "--max, --min")
         if self.tuned and self.measured:
@@ -102,9 +106,9 @@ class PlanningRequest:
                 "--from, --measured",
             )
         if self.from_trace and (self.tuned or self.measured):
-            beside = "--from" if self.tuned else "--measured"
-            message = f"--from-trace and {beside} cannot be combined: each option corrects the step times"
-            problems.add("usage", message, "use one", f"--from-trace, {beside}")
+            other = "--from" if self.tuned else "--measured"
+            message = f"--from-trace and {other} cannot be combined: each option corrects the step times"
+            problems.add("usage", message, "use one", f"--from-trace, {other}")
         if self.engines != ("deepspeed",):
             self._check_engines(problems)
         if self.image:
@@ -129,14 +133,14 @@ class PlanningRequest:
         return read_tuned(self.tuned) if self.tuned else None
 
     def refuse_meaningless(self, profile: Profile) -> None:
-        """Raise a UserError for flags and keys of the DeepSpeed JSON that do not apply to this kind of model."""
+        """Raise a UserError for flags and JSON keys that do not apply to this kind of model."""
         problems = Problems()
-        taken, size = ("rows of a table", "features:N") if profile.task == "table" else ("images", "image:CxHxW")
+        inputs, size = ("rows of a table", "features:N") if profile.task == "table" else ("images", "image:CxHxW")
         if not is_text(profile.task) and self.pins.get("seq_len"):
-            message = f"{profile.model} uses {taken}, which have no --seq-len"
+            message = f"{profile.model} uses {inputs}, which have no --seq-len"
             problems.add("flag", message, f"remove it; --input {size} sets the size", "--seq-len")
         if profile.seq_len is None and self.work and self.work.tokens:
-            message = f"{profile.model} uses {taken}, but --tokens is for text"
+            message = f"{profile.model} uses {inputs}, but --tokens is for text"
             problems.add("flag", message, "use --samples instead", "--tokens")
         if profile.seq_len is not None and self.image not in (None, PACKED) and not gives_loss(profile.task):
             message = f"{profile.model} uses tokens, but --input is for images"
@@ -148,10 +152,10 @@ class PlanningRequest:
         problems.raise_if_any()
 
     def _check_engines(self, problems: Problems) -> None:
-        """If other engines are planned too, add a problem for each option that only DeepSpeed's layouts have."""
-        given = {"--from": self.tuned, "--measured": self.measured, "--ds-config": self.pins.get("ds_config")}
-        given |= {f"--{name.replace('_', '-')}": self.pins.get(name) for name in Savings._fields}
-        for flag in (flag for flag, value in given.items() if value):
+        """If other engines are planned too, refuse the options that only DeepSpeed's layouts have."""
+        options = {"--from": self.tuned, "--measured": self.measured, "--ds-config": self.pins.get("ds_config")}
+        options |= {f"--{name.replace('_', '-')}": self.pins.get(name) for name in Savings._fields}
+        for flag in (flag for flag, value in options.items() if value):
             message = f"--engine {','.join(self.engines)} with {flag}, which is for DeepSpeed alone"
             problems.add("usage", message, "remove one of them", f"--engine, {flag}")
 

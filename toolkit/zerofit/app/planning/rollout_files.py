@@ -32,7 +32,7 @@ class Chosen:
 def trl_config(chosen: Chosen, ds_config: str, colocated: bool) -> dict[str, object]:
     """Return the content of TRL's YAML file. `colocated`: vLLM runs on the training's GPUs."""
     layout, settings, engine = chosen.planned.layout, chosen.settings, chosen.engine
-    found: dict[str, object] = {
+    config: dict[str, object] = {
         "model_name_or_path": chosen.model,
         "dtype": "bfloat16" if layout.precision == "bf16" else "float16",
         "output_dir": "out",
@@ -43,31 +43,32 @@ def trl_config(chosen: Chosen, ds_config: str, colocated: bool) -> dict[str, obj
         "deepspeed": ds_config,
     }
     if settings.beta is not None:
-        found["beta"] = settings.beta
+        config["beta"] = settings.beta
     pins = chosen.planned.request.pins
     if rank := pins.get("lora"):
         targets = pins.get("lora_targets") or "all-linear"
-        found |= {"use_peft": True, "lora_r": rank, "lora_target_modules": targets.split(",")}
-        found["lora_alpha"] = pins.get("lora_alpha") or 2 * rank
-        found["lora_dropout"] = pins.get("lora_dropout", 0.0)
-        found |= {f"use_{name}": True for name in ("dora", "rslora") if pins.get(name)}
+        config |= {"use_peft": True, "lora_r": rank, "lora_target_modules": targets.split(",")}
+        config["lora_alpha"] = pins.get("lora_alpha") or 2 * rank
+        config["lora_dropout"] = pins.get("lora_dropout", 0.0)
+        config |= {f"use_{name}": True for name in ("dora", "rslora") if pins.get(name)}
     method = METHODS[chosen.method]
     if method.pairs:
-        found["max_length"] = chosen.planned.profile.seq_len
+        config["max_length"] = chosen.planned.profile.seq_len
     if engine is None:
-        return found
+        return config
     if method.scores_first:
-        found["num_generations"] = settings.num_generations
-    found["max_new_tokens" if method.pairs else "max_completion_length"] = settings.max_completion_length
-    found |= {"use_vllm": True, "vllm_mode": "colocate" if colocated else "server"}
-    own = {
+        config["num_generations"] = settings.num_generations
+    config["max_new_tokens" if method.pairs else "max_completion_length"] = settings.max_completion_length
+    config |= {"use_vllm": True, "vllm_mode": "colocate" if colocated else "server"}
+    # TRL passes these on only to an engine that it starts itself; a server gets its own arguments
+    of_engine = {
         "vllm_gpu_memory_utilization": engine.settings.gpu_memory_utilization,
         "vllm_tensor_parallel_size": engine.settings.tensor_parallel_size,
         "vllm_enable_sleep_mode": settings.vllm_enable_sleep_mode,
     }
     if not method.pairs:
-        own["vllm_max_model_length"] = engine.settings.max_model_len
-    return found | own if colocated else found
+        of_engine["vllm_max_model_length"] = engine.settings.max_model_len
+    return config | of_engine if colocated else config
 
 
 def verl_script(chosen: Chosen, cluster: Cluster) -> str:
@@ -86,7 +87,7 @@ def verl_script(chosen: Chosen, cluster: Cluster) -> str:
 
 
 def verl_overrides(chosen: Chosen, cluster: Cluster) -> dict[str, object]:
-    """Return Hydra's overrides of verl's ppo_trainer.yaml (verl/trainer/config/_generated_ppo_trainer.yaml)."""
+    """Return Hydra's overrides of verl's _generated_ppo_trainer.yaml (verl/trainer/config)."""
     layout, s, engine = chosen.planned.layout, chosen.settings, chosen.engine
     assert engine
     length, pins = chosen.planned.profile.seq_len or 0, chosen.planned.request.pins
@@ -134,7 +135,7 @@ def verl_overrides(chosen: Chosen, cluster: Cluster) -> dict[str, object]:
         "data.train_batch_size": prompts,
         "data.max_prompt_length": length - s.max_completion_length,
         "data.max_response_length": s.max_completion_length,
-        **{f"actor_rollout_ref.{part}.{key}": value for part, own in parts.items() for key, value in own.items()},
+        **{f"actor_rollout_ref.{part}.{key}": value for part, keys in parts.items() for key, value in keys.items()},
         "trainer.n_gpus_per_node": cluster.gpus,
         "trainer.nnodes": cluster.nodes,
     }
@@ -142,23 +143,26 @@ def verl_overrides(chosen: Chosen, cluster: Cluster) -> dict[str, object]:
 
 def openrlhf_script(chosen: Chosen, cluster: Cluster) -> str:
     """Return the script that starts OpenRLHF with this layout and engine."""
-    words = [word for flag, value in openrlhf_flags(chosen, cluster).items() for word in _flag(flag, value)]
-    lines = ["python3 -m openrlhf.cli.train_ppo_ray", '--data.prompt_dataset "${DATASET:?}"', *words, '"$@"']
+    lines = ["python3 -m openrlhf.cli.train_ppo_ray", '--data.prompt_dataset "${DATASET:?}"']
+    for flag, value in openrlhf_flags(chosen, cluster).items():
+        if value is True:
+            lines.append(f"--{flag}")
+        elif value is not False:  # a switch that is off has no word
+            lines.append(f"--{flag} {shlex.quote(str(value))}")
     start = "#!/usr/bin/env bash\n# for OpenRLHF; set DATASET, and add your reward as arguments\nset -eu\n"
-    return start + " \\\n    ".join(lines) + "\n"
+    return start + " \\\n    ".join([*lines, '"$@"']) + "\n"
 
 
 def openrlhf_flags(chosen: Chosen, cluster: Cluster) -> dict[str, object]:
-    """Return the flags for openrlhf/cli/train_ppo_ray.py. Switches that are False are left out later."""
+    """Return the flags for openrlhf/cli/train_ppo_ray.py."""
     layout, s, engine = chosen.planned.layout, chosen.settings, chosen.engine
     assert engine
     degree = engine.settings.tensor_parallel_size
     models = ("actor", "ref") if s.needs_reference(METHODS[chosen.method]) else ("actor",)
-    places = {f"{model}.num_nodes": cluster.nodes for model in models}
-    places |= {f"{model}.num_gpus_per_node": cluster.gpus for model in models}
     return {
         "actor.model_name_or_path": chosen.model,
-        **places,
+        **{f"{model}.num_nodes": cluster.nodes for model in models},
+        **{f"{model}.num_gpus_per_node": cluster.gpus for model in models},
         "vllm.num_engines": layout.world_size // degree,
         "vllm.tensor_parallel_size": degree,
         "vllm.gpu_memory_utilization": engine.settings.gpu_memory_utilization,
@@ -182,9 +186,3 @@ def openrlhf_flags(chosen: Chosen, cluster: Cluster) -> dict[str, object]:
         "ref.offload": s.reference_offload,
         "actor.gradient_checkpointing_enable": bool(layout.checkpointing),
     }
-
-
-def _flag(name: str, value: object) -> list[str]:
-    if isinstance(value, bool):
-        return [f"--{name}"] if value else []
-    return [f"--{name} {shlex.quote(str(value))}"]

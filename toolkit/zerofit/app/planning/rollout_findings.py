@@ -1,4 +1,4 @@
-"""Find problems and wasted memory in a trainer with its rollout engine, and name the settings to change."""
+"""Find problems and wasted memory of a trainer with its engine; name the settings to change."""
 
 from __future__ import annotations
 

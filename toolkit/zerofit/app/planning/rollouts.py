@@ -1,7 +1,8 @@
-"""`zerofit plan --method grpo`: whether trainer and rollout fit, their step time, and which phase needs most memory."""
+"""Plan a trainer with a rollout engine (`zerofit plan --method`): memory and time by phase."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -50,7 +51,10 @@ SAMPLES_OF_RANK = 16  # completions per rank and step, if no batch is given
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
-    """A training layout with a rollout engine, on the same GPUs or on others: memory by phase, and time."""
+    """A training layout with a rollout engine: memory of each phase, and time.
+
+    The engine runs on the GPUs of the training, or on others.
+    """
 
     name: str
     ranked: RankedLayout
@@ -86,7 +90,7 @@ class Arrangement:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlan:
-    """Arrangements of one method on a cluster, fastest first. Arrangements that do not fit are last."""
+    """Arrangements of one method on a cluster, fastest first; those that do not fit are last."""
 
     name: str  # of the method
     cluster: Cluster
@@ -98,17 +102,17 @@ class RolloutPlan:
 
     @property
     def best(self) -> Arrangement:
-        """The fastest arrangement that fits. If none fits, the arrangement with the smallest memory shortfall."""
+        """The fastest arrangement that fits; if none fits, the one that lacks the least memory."""
         return self.arrangements[0]
 
     @cached_property
     def findings(self) -> tuple[tuple[str, str], ...]:
-        """Problems and wasted memory in the best arrangement: a stable slug and a message that names the setting."""
+        """Problems and wasted memory in the best arrangement: stable slugs, and messages."""
         return tuple(findings(self.best.memory))
 
     @property
     def files(self) -> str:
-        """The names of the files that `write` writes; "" if the trainer has no command for the method."""
+        """The names of the files that `write` writes; "" if the trainer has no command."""
         if self.settings.trainer != "trl":
             return f"{self.settings.trainer}.sh"
         return f"{self.name}.yaml and ds_config.json" if METHODS[self.name].command else ""
@@ -154,7 +158,8 @@ class RolloutPlan:
         text = yaml.safe_dump(trl_config(chosen, str(folder / "ds_config.json"), colocated), sort_keys=False)
         comment = f"# {method.command} --config {folder / self.name}.yaml --dataset_name DATA"
         config = for_trainer(planned.ds_config, planned.layout, self.setup.profile)
-        return write_files(folder, {f"{self.name}.yaml": f"{comment}\n{text}"}, config)
+        content = json.dumps(config, indent=2) + "\n"
+        return write_files(folder, {"ds_config.json": content, f"{self.name}.yaml": f"{comment}\n{text}"})
 
 
 def plan_rollouts(
@@ -171,8 +176,8 @@ def plan_rollouts(
     """
     report, problems, method = Reporter(on_event), Problems(), METHODS[name]
     settings = problems.attempt(lambda: RolloutSettings.read(dict(values), SETTINGS))
-    for given, flag in ((request.profile, "--profile"), (request.maximum, "--max"), (request.minimum, "--min")):
-        if given:
+    for value, flag in ((request.profile, "--profile"), (request.maximum, "--max"), (request.minimum, "--min")):
+        if value:
             problems.add("usage", f"--method and {flag} cannot be combined", "use one of them", f"--method, {flag}")
     if (kind := request.pins.get("activation_checkpointing")) == "selective":
         flag = switch("activation_checkpointing", kind)
@@ -196,7 +201,7 @@ def plan_rollouts(
         problems.add("usage", message, "use --zero-stage 2 or --lora", "--method, --zero-stage")
     if settings and "num_generations" in values and not method.scores_first:
         problems.add("usage", f"--method {name} does not use num_generations", "remove num_generations", SETTINGS)
-    offloads = any(request.pins.get(name, "none") != "none" for name in ("offload", "offload_param"))
+    offloads = any(request.pins.get(pin, "none") != "none" for pin in ("offload", "offload_param"))
     if settings and settings.trainer == "verl" and settings.strategy == "fsdp" and offloads:
         hint = f"use {SETTINGS} param_offload=true,optimizer_offload=true, or strategy=fsdp2"
         problems.add("usage", "FSDP 1 of verl has no offload_policy", hint, f"--offload, {SETTINGS}")
@@ -208,15 +213,16 @@ def plan_rollouts(
         own = settings.own_name("vllm_tensor_parallel_size")
         message = f"{own}={settings.vllm_tensor_parallel_size} does not divide the {cluster.gpus} GPUs of a node"
         problems.add("usage", message, "use a divisor", SETTINGS)
-    if settings and (own := settings.server_gpus):
+    if settings and (server_gpus := settings.server_gpus):
         degree = settings.vllm_tensor_parallel_size
-        if own >= cluster.gpus or own % degree:
-            message = f"server_gpus={own} with {cluster.gpus} GPUs and vllm_tensor_parallel_size={degree}"
+        if server_gpus >= cluster.gpus or server_gpus % degree:
+            message = f"server_gpus={server_gpus} with {cluster.gpus} GPUs and vllm_tensor_parallel_size={degree}"
             problems.add("usage", message, f"use a multiple of {degree} below {cluster.gpus}", SETTINGS)
     if cluster.on_cpu:
         problems.add("usage", "--method is for GPUs", "name a kind with --gpu", "--gpu")
     problems.raise_if_any()
     assert settings and isinstance(request.model, str)
+    # completions that a step cannot separate: all answers to a prompt are scored together, and a pair is compared
     group = settings.num_generations if method.scores_first else 2 if method.pairs else 1
     request = _data_parallel(request, cluster, group)
     request = replace(request, engines=(f"verl-{settings.strategy}",)) if settings.trainer == "verl" else request
@@ -231,7 +237,7 @@ def plan_rollouts(
             f"in --seq-len {length}"
         )
         raise UserError(Problem(kind="seq-len", message=message, hint="raise --seq-len", where=SETTINGS))
-    # the trainer sends its weights to the engine in 16 bits
+    # The trainer sends its weights to the engine in 16 bits, so the format of the published weights does not matter.
     model = replace(served_model(str(request.model), request.pins.get("model_args") or {}), published=None)
     planner = _Planner(name=name, setup=setup, settings=settings, model=model, cluster=cluster)
     rows = sorted(planner.rows(), key=_order)
@@ -245,7 +251,7 @@ def plan_rollouts(
 
 
 def _with_log_probs(setup: SearchSetup, settings: RolloutSettings, name: str) -> SearchSetup:
-    """Return the setup adapted to how the trainer computes log-probs and synchronizes gradients."""
+    """Return the setup for the way in which the trainer computes log-probs and adds gradients."""
     profile, element, method = setup.profile, ELEMENT_BYTES[setup.request.precision], METHODS[name]
     if settings.trainer == "verl":
         each = None if settings.use_fused_kernels else EARLY_VERL if settings.is_early else VERL
@@ -270,25 +276,21 @@ def _with_log_probs(setup: SearchSetup, settings: RolloutSettings, name: str) ->
 
 
 def _data_parallel(request: PlanningRequest, cluster: Cluster, group: int) -> PlanningRequest:
-    """Return the request with data parallelism only, and a global batch that is a multiple of `group`
-    completions.
+    """Return the request with data parallelism only, and a global batch of whole groups.
 
-    Raises UserError if the given batch is not such a multiple.
+    `group`: completions. Raises UserError if the requested batch is not a multiple of it.
     """
     pins, ranks = request.pins, cluster.ranks
-    sizes = pins.get("micro_batch"), pins.get("gradient_accumulation_steps")
-    batch = pins.get("global_batch") or (ranks * sizes[0] * sizes[1] if sizes[0] and sizes[1] else None)
+    micro_batch, accumulation = pins.get("micro_batch"), pins.get("gradient_accumulation_steps")
+    batch = pins.get("global_batch") or (ranks * micro_batch * accumulation if micro_batch and accumulation else None)
     if batch is None:
+        # the largest multiple of the groups and the ranks up to SAMPLES_OF_RANK, at least one such multiple
         batch = math.lcm(group, ranks) * max(1, SAMPLES_OF_RANK * ranks // math.lcm(group, ranks))
     if batch % group:
         message = f"a global batch of {batch} completions is not a multiple of the {group} completions per prompt"
         raise UserError(Problem(kind="batch-size", message=message, hint="change --global-batch", where=SETTINGS))
-    fixed: object = {
-        **pins,
-        "global_batch": batch,
-        **dict.fromkeys(("tensor_parallel", "pipeline", "sequence_parallel", "expert_parallel"), 1),
-    }
-    return replace(request, pins=fixed, model=request.model, write=False)
+    degrees = dict.fromkeys(("tensor_parallel", "pipeline", "sequence_parallel", "expert_parallel"), 1)
+    return replace(request, pins={**pins, "global_batch": batch, **degrees}, write=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,65 +310,62 @@ class _Planner:
         if self.settings.trainer != "trl":
             first = "hybrid engine" if self.settings.trainer == "verl" else "colocate all"
             for settings in self._shared():
-                places = [settings.own_name(name) for name in OFFLOADS if getattr(settings, name)]
-                yield from self._best(", ".join(places) or first, self.cluster, settings)
+                offloads = [settings.own_name(name) for name in OFFLOADS if getattr(settings, name)]
+                yield from self._best(", ".join(offloads) or first, self.cluster, settings)
             return
         if self.settings.vllm_mode != "server":
-            chosen = self.settings.vllm_enable_sleep_mode
-            for sleeps in (True, False) if chosen is None else (chosen,):
+            sleep_mode = self.settings.vllm_enable_sleep_mode
+            for sleeps in (True, False) if sleep_mode is None else (sleep_mode,):
                 name = f"colocate, sleep level {self.settings.sleep_level}" if sleeps else "colocate, always awake"
                 yield from self._best(name, self.cluster, replace(self.settings, vllm_enable_sleep_mode=sleeps))
         if self.settings.vllm_mode != "colocate" and self.cluster.nodes == 1 and self.cluster.gpus > 1:
-            splits = [self._apart(gpus) for gpus in self._splits()]
+            step = self.settings.vllm_tensor_parallel_size
+            sizes = [gpus for gpus in (step, 2 * step, 4 * step) if gpus < self.cluster.gpus]
+            if self.settings.server_gpus:
+                sizes = [self.settings.server_gpus]
+            splits = [self._apart(gpus) for gpus in sizes]
             yield from sorted((row for row in splits if row), key=_order)[:1]
 
     def _shared(self) -> Iterator[RolloutSettings]:
-        """Yield settings of verl or OpenRLHF, one for each choice of what the actor offloads between phases."""
+        """Yield settings of verl or OpenRLHF for each choice of what the actor offloads."""
         sleeps, verl = self.settings.vllm_enable_sleep_mode in (None, True), self.settings.trainer == "verl"
+        # A sleeping engine of verl frees its weights (level 2), except with adapters. OpenRLHF's moves them to the
+        # host (level 1).
         level = 2 if verl and self.setup.profile.trained == self.setup.profile.parameters else 1
         settings = replace(self.settings, vllm_enable_sleep_mode=sleeps, sleep_level=level)
         settings = settings if verl else replace(settings, param_offload=False)
         choices = [(False, True) if (own := getattr(settings, name)) is None else (own,) for name in OFFLOADS]
         any_given = any(len(choice) == 1 for choice in choices)
         for param, optimizer in product(*choices):
-            if optimizer or not param or any_given:  # weights alone save less, and are moved twice
+            # Offloaded weights alone save less than the optimizer states, and are moved twice in a step.
+            if optimizer or not param or any_given:
                 yield replace(settings, param_offload=param, optimizer_offload=optimizer)
 
-    def _splits(self) -> list[int]:
-        if self.settings.server_gpus:
-            return [self.settings.server_gpus]
-        step = self.settings.vllm_tensor_parallel_size
-        return [gpus for gpus in (step, 2 * step, 4 * step) if gpus < self.cluster.gpus]
-
     def _best(self, name: str, cluster: Cluster, settings: RolloutSettings | None) -> list[Arrangement]:
-        """Return the fastest colocated arrangement that fits.
-
-        If no arrangement fits, return the one whose missing memory is smallest.
-        """
+        """Return the colocated arrangement that comes first by `_order`; [] if there is no layout."""
         timer = timer_of(self.setup.profile, cluster, self.setup.request, self.setup.calibration)
         layouts = self._layouts(cluster)
-        sleeps = settings and (settings.param_offload or settings.optimizer_offload)
-        # FSDP's offload policy replaces both; OpenRLHF has only Adam's
-        if sleeps or self.settings.trainer == "openrlhf":
+        offloads = settings and (settings.param_offload or settings.optimizer_offload)
+        # FSDP's offload policy replaces verl's offloads, and OpenRLHF offloads only Adam.
+        if offloads or self.settings.trainer == "openrlhf":
             layouts = tuple(ranked for ranked in layouts if ranked.layout.offload_param == "none")
-        found = [self._colocated(name, ranked, timer, settings) for ranked in layouts]
-        return sorted(found, key=_order)[:1]
+        arrangements = [self._colocated(name, ranked, timer, settings) for ranked in layouts]
+        return sorted(arrangements, key=_order)[:1]
 
     def _layouts(self, cluster: Cluster) -> tuple[RankedLayout, ...]:
         setup = self.setup
         forecast = forecast_of(setup.profile, cluster)
         result = search(setup.profile, cluster, setup.request, forecast, setup.calibration, setup.top, setup.correct)
         adapts = setup.profile.trained < setup.profile.parameters
-        pairs, most = METHODS[self.name].pairs, 2 if _copies_model(self.name, adapts) else 3
+        # A pair has to be in one micro batch. TRL cannot copy a model whose parameters ZeRO-3 has split.
+        multiple, stages = 2 if METHODS[self.name].pairs else 1, 2 if _copies_model(self.name, adapts) else 3
         rows = (*result.layouts, *result.misfits)
-        return tuple(
-            row for row in rows if not (pairs and row.layout.micro_batch % 2) and row.layout.zero_stage <= most
-        )
+        return tuple(row for row in rows if row.layout.micro_batch % multiple == 0 and row.layout.zero_stage <= stages)
 
     def _colocated(
         self, name: str, ranked: RankedLayout, timer: Timer, settings: RolloutSettings | None
     ) -> Arrangement:
-        """Return an arrangement with the engine on the training's GPUs; without `settings`, with no engine."""
+        """Return an arrangement with an engine on the training's GPUs; no engine without `settings`."""
         layout = ranked.layout
         memory = self._memory(ranked, settings or self.settings)
         if settings is None:
@@ -381,6 +380,8 @@ class _Planner:
         if settings.trainer == "verl":
             sequences, tokens = min(sequences, VERL_SEQUENCES), VERL_TOKENS
         limits = (None, None) if settings.trainer == "openrlhf" else (sequences, tokens)  # None: vLLM's own
+        # An engine of any utilization shows what vLLM needs besides its cache, and so the utilization to choose:
+        # as much as all sequences of a step need at once, at most what the training leaves free.
         engine = self._engine(0.3, *limits)
         share = settings.vllm_gpu_memory_utilization
         if share is None:
@@ -399,7 +400,7 @@ class _Planner:
 
     def _memory(self, ranked: RankedLayout, settings: RolloutSettings) -> RolloutMemory:
         layout, cluster = ranked.layout, self.cluster
-        fields: dict[str, Any] = {
+        fields: dict[str, Any] = {  # of every trainer
             "method": METHODS[self.name],
             "settings": settings,
             "profile": self.setup.profile,
@@ -410,6 +411,7 @@ class _Planner:
         }
         if settings.trainer == "trl":
             return RolloutMemory(**fields)
+        # verl and OpenRLHF run trainer and engine in processes of their own: each has a context and communicators.
         process = round(margin_bytes(0, layout, cluster, more_communicators=ranked.memory.more_communicators))
         context = context_figure(cluster.device).high_bytes
         room = (ranked.fit.host_available_bytes - cluster.gpus * 2 * HOST_PROCESS_BYTES) / cluster.gpus
@@ -419,30 +421,30 @@ class _Planner:
     def _apart(self, gpus: int) -> Arrangement | None:
         """Return the fastest arrangement in which vLLM has `gpus` GPUs of its own.
 
-        None if no layout fits on the other GPUs.
+        Return None if no layout fits the other GPUs.
         """
-        left = self.cluster.gpus - gpus
-        trained = replace(self.cluster, gpus=left, host_memory=self.cluster.host_bytes)
+        # the whole node's host memory stays available to the training
+        trainer = replace(self.cluster, gpus=self.cluster.gpus - gpus, host_memory=self.cluster.host_bytes)
         try:
-            layouts = [row for row in self._layouts(trained) if row.fit.exceeded is None]
+            layouts = [row for row in self._layouts(trainer) if row.fit.exceeded is None]
         except UserError:
             return None
         if not layouts:
             return None
         engine = self._engine(self.settings.vllm_gpu_memory_utilization or SERVER_UTILIZATION, None, None)
-        timer = timer_of(self.setup.profile, trained, self.setup.request, self.setup.calibration)
+        timer = timer_of(self.setup.profile, trainer, self.setup.request, self.setup.calibration)
         rows = [self._colocated("", ranked, timer, None) for ranked in layouts[:10]]
-        ranked = min(rows, key=lambda row: (not row.memory.fits, row.ranked.step_s))
-        engines = gpus // engine.settings.tensor_parallel_size
-        time = self._time(ranked.memory, timer, engine, engines)
+        fastest = min(rows, key=lambda row: (not row.memory.fits, row.ranked.step_s))
+        time = self._time(fastest.memory, timer, engine, engines=gpus // engine.settings.tensor_parallel_size)
         return replace(
-            ranked, name=f"server, {counted(gpus, 'GPU')} for vLLM", engine=engine, time=time, server_gpus=gpus
+            fastest, name=f"server, {counted(gpus, 'GPU')} for vLLM", engine=engine, time=time, server_gpus=gpus
         )
 
     def _engine(self, share: float, sequences: int | None, tokens: int | None) -> EngineMemory:
         length = self.setup.profile.seq_len or 0
         values = {
             "gpu_memory_utilization": share,
+            # --seq-len is the length of prompt and answer; methods that train on pairs generate beyond it
             "max_model_len": length + (self.settings.max_completion_length if METHODS[self.name].pairs else 0),
             "max_num_seqs": sequences,
             "max_num_batched_tokens": tokens,
@@ -457,33 +459,37 @@ class _Planner:
     def _time(self, memory: RolloutMemory, timer: Timer, engine: EngineMemory | None, engines: int) -> RolloutTime:
         settings, method, rates, layout = memory.settings, METHODS[self.name], timer.rates, memory.layout
         completion = settings.max_completion_length
-        # of the reference, of a reward model or teacher, and of the actor
+        # Forwards of a step besides the training: the reference's, a reward model's or teacher's, and the actor's.
         forwards = settings.needs_reference(method) + method.scorer + (method.generates and method.scores_first)
-        moved = layout.element_bytes * self.setup.profile.parameters
-        sleeping = settings.sleep_level == 1 and engine is not None
-        carried = 0.0
+        logprobs_s = forwards * layout.accumulation * timer.parts(layout).forward_s
+        train_s = timer.step(layout).step_s * (2 if method.critic else 1)
+        sent_bytes, sleep_s = layout.element_bytes * self.setup.profile.parameters, 0.0
         if isinstance(memory, ProcessMemory):
-            carried = memory.carried_bytes / rates.pcie
-            moved *= layout.weight_bytes // layout.element_bytes if layout.by_layer else 1
+            sleep_s = memory.carried_bytes / rates.pcie
+            sent_bytes *= layout.weight_bytes // layout.element_bytes if layout.by_layer else 1
+        if engine is None:
+            return RolloutTime(
+                generate_s=0.0, logprobs_s=logprobs_s, train_s=train_s, sync_s=0.0, sleep_s=sleep_s, generated_tokens=0
+            )
+        if settings.sleep_level == 1:  # the engine's weights go to the host and back
+            sleep_s += 2 * engine.weights / rates.pcie
         prompt = (self.setup.profile.seq_len or 0) - completion
-        generate_s = 0.0
-        if engine:
-            generate_s = generation_s(engine, rates, math.ceil(layout.global_batch / engines), prompt, completion)
         return RolloutTime(
-            generate_s=generate_s,
-            logprobs_s=forwards * layout.accumulation * timer.parts(layout).forward_s,
-            train_s=timer.step(layout).step_s * (2 if method.critic else 1),
-            sync_s=moved / (rates.link if layout.zero_stage == 3 else rates.streaming) if engine else 0.0,
-            sleep_s=carried + (2 * engine.weights / rates.pcie if engine and sleeping else 0.0),  # to the host and back
-            generated_tokens=layout.global_batch * completion if engine else 0,
+            generate_s=generation_s(engine, rates, math.ceil(layout.global_batch / engines), prompt, completion),
+            logprobs_s=logprobs_s,
+            train_s=train_s,
+            # ZeRO-3 gathers the weights over the network before they are copied on the device
+            sync_s=sent_bytes / (rates.link if layout.zero_stage == 3 else rates.streaming),
+            sleep_s=sleep_s,
+            generated_tokens=layout.global_batch * completion,
         )
 
 
 def _copies_model(name: str, adapts: bool) -> bool:
-    """Return whether TRL copies the trained model in memory (trl/experimental/utils.py, create_reference_model)."""
+    """Return whether TRL copies the trained model (create_reference_model in its utils.py)."""
     return METHODS[name].head == "whole" and not adapts
 
 
 def _order(row: Arrangement) -> tuple[bool, float]:
-    """Return a sort key. Arrangements that fit come first, by time; the others follow, by missing memory."""
+    """Return a sort key: arrangements that fit, by time; then the others, by missing memory."""
     return not row.fits, row.time.step_s if row.fits else -row.memory.room

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zerofit.app.planning.corrections import MeasuredScaling, MeasuredSpeed, TraceCalibration, calibrated, scaling_of
+from zerofit.app.planning.corrections import MeasuredScaling, TraceCalibration, calibrated, scaling_of
 from zerofit.app.planning.layout_pins import DEGREES, batch_and_precision, knobs_of, savings_of
 from zerofit.app.planning.profiles import ProfileRequest, get_profile, read_profile
 from zerofit.app.planning.request import PlanningRequest
@@ -34,7 +34,7 @@ from zerofit.spec.run import Run, micro_batches_of
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSetup:
-    """A profile, the settings that all layouts share, and what is needed to trace other sequence lengths."""
+    """A profile and the settings that all layouts share. It can trace other sequence lengths."""
 
     profile: Profile
     request: PlanRequest
@@ -53,15 +53,24 @@ def setup_of(cluster: Cluster, request: PlanningRequest, report: Reporter) -> tu
     if request.from_trace:
         by_trace = calibrated(request.from_trace, cluster, setup.calibration, report, request.trust_model_code)
         setup = replace(setup, calibration=by_trace.calibration, by_trace=by_trace)
-    return _scaled(setup, cluster, request.measured), file
+    if request.measured is None:
+        return setup, file
+    profile, wanted = setup.profile, setup.request
+    forecast = forecast_of(profile, cluster)
+    scaling = scaling_of(request.measured, wanted, profile, cluster, forecast, setup.calibration)
+    # The options described the measured layout. The search is free, except for what makes steps comparable.
+    batch = scaling.layout.global_batch
+    free = PlanRequest(precision=wanted.precision, global_batch=batch, software=wanted.software)
+    return replace(setup, request=free, correct=scaling.correct, scaling=scaling), file
 
 
 def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) -> tuple[SearchSetup, Path | None]:
     stored = read_profile(request.profile) if request.profile else None
-    if request.profile and stored:  # --confirm would build its model, --write would name it in run.yaml
+    if request.profile and stored:
+        # --confirm would build its model, and --write would name it in run.yaml, which `zerofit train` imports
         refuse_foreign_code(request.profile, request.trust_model_code, model=stored.model)
     pins, corrections = request.pins, request.corrections
-    wanted = _wanted(cluster, request, stored)
+    wanted = _search_request(cluster, request, stored)
     correct = corrections.correct if corrections else None
     if stored is not None:
         request.refuse_meaningless(stored)
@@ -74,7 +83,8 @@ def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) 
         return setup, request.profile
     assert isinstance(request.model, str)
     degrees = None  # all useful degrees
-    if (wanted.tp or wanted.sp or wanted.ep) and not request.measured:  # only the requested degrees and the plain model
+    if (wanted.tp or wanted.sp or wanted.ep) and not request.measured:
+        # The search needs the costs at these degrees, and those of the plain model.
         degrees = wanted.degrees.beside_plain()
     traced = ProfileRequest(
         model=request.model,
@@ -101,18 +111,7 @@ def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) 
     return setup, file
 
 
-def _scaled(setup: SearchSetup, cluster: Cluster, speed: MeasuredSpeed | None) -> SearchSetup:
-    """Return the setup with step times scaled by `speed`. Its search fixes only the precision and the global batch."""
-    if speed is None:
-        return setup
-    profile, wanted = setup.profile, setup.request
-    scaling = scaling_of(speed, wanted, profile, cluster, forecast_of(profile, cluster), setup.calibration)
-    batch = scaling.layout.global_batch
-    free = PlanRequest(precision=wanted.precision, global_batch=batch, software=wanted.software)
-    return replace(setup, request=free, correct=scaling.correct, scaling=scaling)
-
-
-def _wanted(cluster: Cluster, request: PlanningRequest, stored: Profile | None) -> PlanRequest:
+def _search_request(cluster: Cluster, request: PlanningRequest, stored: Profile | None) -> PlanRequest:
     knobs = knobs_of(request.pins, request.ds_config)
     decided = batch_and_precision(request.pins, request.ds_config)
     if "nvme" in (knobs.get("offload_optimizer"), knobs.get("offload_param")) and not cluster.nvme_bytes:
@@ -136,29 +135,29 @@ def _wanted(cluster: Cluster, request: PlanningRequest, stored: Profile | None) 
 def _by_rank(
     request: PlanningRequest, own: Mapping[str, Any], decided: dict[str, object], cluster: Cluster
 ) -> dict[str, Any]:
-    """Return the request fields for --micro-batch-by-rank: one data parallel rank per device.
+    """Return the fields of the request for --micro-batch-by-rank. Raises UserError.
 
-    The rank with the most samples determines step time and memory. The micro batches determine the global batch, so
-    it is removed from `decided`. Raises UserError.
+    Each device is a data parallel rank. The micro batches determine the global batch, so it is removed from `decided`.
     """
-    asked = request.pins.get("micro_batch_by_rank")
-    if asked is None:
+    shares = request.pins.get("micro_batch_by_rank")
+    if shares is None:
         return {}
-    problems, place, micros = Problems(), "--micro-batch-by-rank", micro_batches_of(asked)
+    problems, flag = Problems(), "--micro-batch-by-rank"
     if request.maximum or request.minimum or request.measured:
-        message = f"{place} {asked} with --max, --min or --measured: these options search other batches or devices"
-        problems.add("usage", message, f"remove {place}", place)
-    if not micros:
-        message = f"{place} auto measures the speed of real ranks, but a plan has no ranks to measure"
-        problems.add("batch-size", message, "remove it, or list the micro batches, like 4,2", place)
+        message = f"{flag} {shares} with --max, --min or --measured: these options search other batches or devices"
+        problems.add("usage", message, f"remove {flag}", flag)
+    if not micro_batches_of(shares):
+        message = f"{flag} auto measures the speed of real ranks, but a plan has no ranks to measure"
+        problems.add("batch-size", message, "remove it, or list the micro batches, like 4,2", flag)
         problems.raise_if_any()
     degrees = {name: own[name] for name in ("tp", "pp", "sp") if (own[name] or 1) > 1}
     if degrees:
         words = ", ".join(f"{name} {degree}" for name, degree in degrees.items())
-        problems.add("layout", f"{place} supports only data parallelism, not {words}", "remove it", place)
+        problems.add("layout", f"{flag} supports only data parallelism, not {words}", "remove it", flag)
     total, steps = decided.pop("global_batch", None), own["accumulation"]
     sizes = {"micro_batch": own["micro_batch"], "gradient_accumulation_steps": steps, "global_batch": total}
-    batch = solve_by_rank(asked, sizes, cluster.ranks, place, place, problems)
+    # `micro` is the largest of the micro batches: the rank that has it determines step time and memory
+    batch = solve_by_rank(shares, sizes, cluster.ranks, flag, flag, problems)
     problems.raise_if_any()
     return {
         "micro_batch": batch.micro,
@@ -173,18 +172,18 @@ def forecast_of(profile: Profile, cluster: Cluster) -> Forecast:
     return Forecaster(profile, cluster.accelerator, blas_workspace_bytes(cluster.device)).memory
 
 
-def _precision(asked: str | None, cluster: Cluster, stored: Profile | None) -> str:
-    """Return the requested precision, else one that the profile has, preferably the device's default.
+def _precision(requested: str | None, cluster: Cluster, stored: Profile | None) -> str:
+    """Return the requested precision, else the device's default or one that the profile has.
 
     Raises UserError.
     """
-    able = cluster.device.tflops
-    if asked is None:
-        usual = default_precision(able, cluster.accelerator)
+    tflops = cluster.device.tflops  # by precision
+    if requested is None:
+        default = default_precision(tflops, cluster.accelerator)
         traced = list(dict.fromkeys(key.split("/")[0] for key in stored.costs)) if stored else []
-        asked = usual if usual in traced or not traced else traced[0]
-    if asked in able:
-        return asked
-    message = f"{cluster.device.kind} has no {asked} arithmetic"
-    hint = f"use --precision {' or '.join(able)}"
+        requested = default if default in traced or not traced else traced[0]
+    if requested in tflops:
+        return requested
+    message = f"{cluster.device.kind} has no {requested} arithmetic"
+    hint = f"use --precision {' or '.join(tflops)}"
     raise UserError(Problem(kind="precision", message=message, hint=hint, where="--precision"))

@@ -1,4 +1,4 @@
-"""`zerofit plan --serve`: whether a model fits GPUs in vLLM, and how many sequences run at once."""
+"""`zerofit plan --serve`: whether vLLM fits the GPUs, and how many sequences run at once."""
 
 from __future__ import annotations
 
@@ -67,16 +67,17 @@ class ServingPlan:
     @property
     def remedies(self) -> list[str]:
         """Settings with which vLLM starts."""
-        engine, s = self.engine, self.engine.settings
+        engine, s, remedies = self.engine, self.engine.settings, []
         low, high = engine.smallest_utilization, engine.largest_utilization
-        found = [f"gpu_memory_utilization={max(low, min(s.gpu_memory_utilization, high)):.2f}"] if low <= high else []
+        if low <= high:
+            remedies.append(f"gpu_memory_utilization={max(low, min(s.gpu_memory_utilization, high)):.2f}")
         if engine.sequences < 1 and engine.longest:
-            found.append(f"max_model_len={engine.longest}")
+            remedies.append(f"max_model_len={engine.longest}")
         if engine.sequences < 1 and self.copies > 1:
-            found.append(f"tensor_parallel_size={2 * s.tensor_parallel_size}")
-        return found
+            remedies.append(f"tensor_parallel_size={2 * s.tensor_parallel_size}")
+        return remedies
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the data that `zerofit plan --serve --json` prints."""
         engine, s = self.engine, self.engine.settings
         return {
@@ -104,7 +105,10 @@ class ServingPlan:
 
 
 def served_model(name: str, model_args: Mapping[str, object]) -> ServedModel:
-    """Return the sizes that decide an engine's memory, for a named model or a config. Raises UserError."""
+    """Return the sizes that decide an engine's memory, for a named model or a config.
+
+    Raises UserError.
+    """
     from zerofit.app.job.model_facts import facts_of
     from zerofit.models.hf_config import make_config
     from zerofit.train.probe import models_say, task_of
@@ -123,7 +127,7 @@ def served_model(name: str, model_args: Mapping[str, object]) -> ServedModel:
 
 
 def _unquantized(source: ModelSource, args: dict[str, Any], patterns: tuple[str, ...]) -> int:
-    """Return the number of parameters in matrices of the modules that match a pattern.
+    """Return the number of parameters in matrices of modules that match a pattern.
 
     Embedding and head do not count.
     """
@@ -136,26 +140,29 @@ def _unquantized(source: ModelSource, args: dict[str, Any], patterns: tuple[str,
     with torch.device("meta"):
         model: Any = build(source, None, args)
     tables = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module}
-    found = 0
+    count = 0
     for name, parameter in model.named_parameters():
-        owner = name.rpartition(".")[0]
-        if parameter.dim() > 1 and id(parameter) not in tables and any(matches(owner, p) for p in patterns):
-            found += parameter.numel()
-    return found
+        module = name.rpartition(".")[0]
+        if parameter.dim() > 1 and id(parameter) not in tables and any(matches(module, p) for p in patterns):
+            count += parameter.numel()
+    return count
 
 
 def settings_of(pins: Mapping[str, object], values: Mapping[str, object]) -> EngineSettings:
-    """Return vLLM's settings from `values` (--rollout) and `pins` (options of a run). Raises UserError."""
-    problems, found = Problems(), dict(values)
+    """Return vLLM's settings from --rollout (`values`) and options of a run (`pins`).
+
+    Raises UserError with all problems.
+    """
+    problems, settings = Problems(), dict(values)
     for name, value in pins.items():
         flag = f"--{name.replace('_', '-')}"
         if name not in (*SAME, "model_args"):
             problems.add("usage", f"--serve with {flag}, which is for training", "remove one of them", flag)
-        elif name in SAME and found.setdefault(SAME[name], value) != value:
-            message = f"{flag} {value}, but {SETTINGS} {SAME[name]}={found[SAME[name]]}"
+        elif name in SAME and settings.setdefault(SAME[name], value) != value:
+            message = f"{flag} {value}, but {SETTINGS} {SAME[name]}={settings[SAME[name]]}"
             problems.add("usage", message, "remove one of them", flag)
     problems.raise_if_any()
-    return EngineSettings.read(found, SETTINGS)
+    return EngineSettings.read(settings, SETTINGS)
 
 
 def serve(model: str | None, cluster: Cluster, pins: Mapping[str, Any], values: Mapping[str, object]) -> ServingPlan:

@@ -1,4 +1,4 @@
-"""Compare ways to fine-tune a model: which of them fit a cluster, their speed, and their longest sequences."""
+"""Compare methods of fine-tuning: which fit a cluster, how fast, and to which length."""
 
 from __future__ import annotations
 
@@ -74,11 +74,10 @@ class MethodComparison:
 def read_methods(words: str) -> tuple[Method, ...]:
     """Read a list of methods such as "full,lora". Raises UserError."""
     named = list(dict.fromkeys(word.strip() for word in words.split(",") if word.strip()))
-    found: tuple[Method, ...] = tuple(method for method in METHODS if method in named)
     if unknown := [word for word in named if word not in METHODS] or ([] if named else [words]):
         message, hint = f"--methods {words}: unknown method {unknown[0]!r}", f"use {', '.join(METHODS)}"
         raise UserError(Problem(kind="usage", message=message, hint=hint, where="--methods"))
-    return found
+    return tuple(method for method in METHODS if method in named)
 
 
 def compare_methods(
@@ -86,31 +85,28 @@ def compare_methods(
 ) -> MethodComparison:
     """Return the plan of each method, and the longest sequence that fits by forecast with each."""
     problems, report = Problems(), Reporter(on_event)
-    for given, flag in ((request.profile, "--profile"), (request.maximum, "--max"), (request.minimum, "--min")):
-        if given:
+    for value, flag in ((request.profile, "--profile"), (request.maximum, "--max"), (request.minimum, "--min")):
+        if value:
             problems.add("usage", f"--methods with {flag}", "use one of them", f"--methods, {flag}")
     problems.raise_if_any()
     for note in request.notes:
         report.note(note)
-    return MethodComparison(cluster=cluster, rows=tuple(_row(method, request, cluster, report) for method in methods))
+    rows = tuple(_fit_of_method(method, request, cluster, report) for method in methods)
+    return MethodComparison(cluster=cluster, rows=rows)
 
 
-def _part(method: Method, request: PlanningRequest) -> dict[str, object]:
-    if method == "full":
-        return {}
-    part = {"lora": USUAL_RANK, **request.part}
+def _fit_of_method(method: Method, request: PlanningRequest, cluster: Cluster, report: Reporter) -> MethodFit:
+    # Each method keeps the user's options that it has: "full" none, "lora" those of adapters, "qlora" all.
+    part = {} if method == "full" else {"lora": USUAL_RANK, **request.part}
     if method == "qlora":
-        return {"quantize": USUAL_BITS, **part}
-    return {name: value for name, value in part.items() if name not in ("quantize", "double_quant")}
-
-
-def _row(method: Method, request: PlanningRequest, cluster: Cluster, report: Reporter) -> MethodFit:
-    without = {name: value for name, value in request.pins.items() if name not in PART_FIELDS}
-    part = _part(method, request)
-    asked = replace(request, pins={**without, **part})
-    plan = plan_for(cluster, asked, report)
+        part = {"quantize": USUAL_BITS, **part}
+    elif method == "lora":
+        part = {name: value for name, value in part.items() if name not in ("quantize", "double_quant")}
+    rest = {name: value for name, value in request.pins.items() if name not in PART_FIELDS}
+    with_method = replace(request, pins={**rest, **part})
+    plan = plan_for(cluster, with_method, report)
     longest = None
     if plan.profile.seq_len is not None:
-        setup, _ = setup_of(cluster, asked, report)
+        setup, _ = setup_of(cluster, with_method, report)
         longest = maximum_of(setup, cluster, "seq-len", report)[1]
     return MethodFit(method=method, plan=plan, longest=longest)
