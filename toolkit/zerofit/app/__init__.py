@@ -1,1 +1,1 @@
-"""The commands as Python functions. They accept request objects, return results and report events."""
+"""The commands as Python functions: they accept requests, return results, report events."""

@@ -1,1 +1,1 @@
-"""Runs on many hosts: where ranks start, how they are supervised there, and files for schedulers."""
+"""Runs on many hosts: where ranks start, how they are watched, and files for schedulers."""

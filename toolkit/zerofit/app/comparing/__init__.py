@@ -1,1 +1,1 @@
-"""Comparisons of strategies, batch sizes and numbers of ranks, each row measured in separate processes."""
+"""Comparisons of strategies, batch sizes and numbers of ranks, each row in own processes."""

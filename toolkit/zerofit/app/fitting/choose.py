@@ -1,4 +1,4 @@
-"""Choose a layout: formulas forecast all options, and simulations of the engine decide which of them fit."""
+"""Choose a layout: formulas forecast all options, simulations decide which of them fit."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class Refused(Exception):
 
 def needed_bytes(simulation: Simulation) -> float:
     """Return the device memory that a rank needs to fit with certainty, in bytes."""
-    return _kept_bytes(simulation) + sum(overhead.high_bytes for overhead in simulation.overheads)
+    return _torch_bytes(simulation) + sum(overhead.high_bytes for overhead in simulation.overheads)
 
 
-def _kept_bytes(simulation: Simulation) -> float:
+def _torch_bytes(simulation: Simulation) -> float:
+    """Return the bytes that torch reserves, with the margin of a replay."""
     return (1 + REPLAYED) * simulation.reserved_ahead_bytes
 
 
@@ -69,7 +70,7 @@ class FitSearch:
 
     @property
     def leanest(self) -> LayoutOption | None:
-        """The option with the lowest utilization of its fullest memory (device, host or disk), by plan's forecast."""
+        """The option that leaves its fullest memory (device, host or disk) most free, by forecast."""
         remaining = [option for option in self.options if _kind(option) not in self._refused]
         return min(
             remaining, key=lambda option: check_fit(option.memory, option.layout, self.free).utilization, default=None
@@ -83,14 +84,20 @@ class FitSearch:
     def _preferred(
         self, options: Sequence[LayoutOption], verdicts: Set[str] = frozenset({FITS})
     ) -> LayoutOption | None:
-        """Of the options that fit, find those that are nearly as fast as the fastest. Return the simplest of these."""
+        """Return the simplest of the fitting options that are nearly as fast as the fastest."""
         fitting = [option for option in options if self._fits(option, verdicts)]
         least = (1 - ALIKE) * max((option.samples_per_s for option in fitting), default=0.0)
         near = [option for option in fitting if option.samples_per_s >= least]
-        return min(near, key=lambda option: (*_machinery(option), -option.samples_per_s), default=None)
+
+        def complexity(option: LayoutOption) -> tuple[float, ...]:
+            offloads, degrees, checkpointing, stage, overlap, *_ = plain(option.layout)
+            savings = len(option.savings.fields)
+            return (offloads, degrees, checkpointing, stage, savings, overlap, -option.samples_per_s)
+
+        return min(near, key=complexity, default=None)
 
     def _fits(self, option: LayoutOption, verdicts: Set[str] = frozenset({FITS})) -> bool:
-        """Return whether the option fits by simulation or, if not simulated, by plan's corrected forecast."""
+        """Return whether the option fits, by simulation or by plan's corrected forecast."""
         worst = self.seen.get(option)
         if worst:
             return worst.verdict in verdicts and worst.reserved_bytes <= self.most_bytes
@@ -99,33 +106,31 @@ class FitSearch:
         peak_bytes, fit = option.memory.peak_bytes, check_fit(option.memory, option.layout, self.free)
         if self._last is None:
             return fit.exceeded is None and peak_bytes <= self.most_bytes
-        before, found = self._last
-        planned = check_fit(before.memory, before.layout, self.free)
-        ratio = _kept_bytes(found) / before.memory.peak_bytes
-        host = found.host_node_bytes / planned.host_bytes if planned.host_bytes else 1.0
-        device_bytes = ratio * peak_bytes + needed_bytes(found) - _kept_bytes(found)
-        corrected = replace(fit, device_bytes=device_bytes, host_bytes=host * fit.host_bytes)
+        # The last simulation corrects plan's forecast: its ratio to plan's scales torch's memory and host memory. The
+        # memory outside torch does not depend on the option, so the simulated bytes are added.
+        simulated_option, simulation = self._last
+        planned = check_fit(simulated_option.memory, simulated_option.layout, self.free)
+        ratio = _torch_bytes(simulation) / simulated_option.memory.peak_bytes
+        host_ratio = simulation.host_node_bytes / planned.host_bytes if planned.host_bytes else 1.0
+        device_bytes = ratio * peak_bytes + needed_bytes(simulation) - _torch_bytes(simulation)
+        corrected = replace(fit, device_bytes=device_bytes, host_bytes=host_ratio * fit.host_bytes)
         return corrected.exceeded is None and ratio * peak_bytes <= self.most_bytes
 
     def _look(self, option: LayoutOption) -> None:
         try:
-            found = self.simulate(option)
+            simulations = self.simulate(option)
         except Refused:
             self._refused.add(_kind(option))
             return
-        worst = self.seen[option] = max(found, key=severity) if found else None
+        worst = self.seen[option] = max(simulations, key=severity) if simulations else None
         if worst:
             self._last = (option, worst)
 
 
-def _machinery(option: LayoutOption) -> tuple[int, ...]:
-    """Return a sort key that puts simple options first: few offloads, low degrees, few other memory savings."""
-    offloads, degrees, checkpointing, stage, overlap, *_ = plain(option.layout)
-    return (offloads, degrees, checkpointing, stage, len(option.savings.fields), overlap)
-
-
 def _kind(option: LayoutOption) -> tuple:
-    """Return what decides whether an option is refused. Options of the same kind are all refused or all accepted."""
+    """Return what decides whether an option is refused."""
+    # DeepSpeed and zerofit refuse combinations of features, never sizes. So options that differ only in batch sizes,
+    # buckets or overlap are all refused or all accepted.
     layout = option.layout
     return (
         layout.zero_stage,

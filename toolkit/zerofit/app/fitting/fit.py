@@ -54,17 +54,19 @@ def fitted(
 ) -> tuple[RunRequest, FittedLayout | None]:
     """Return the request with every open value chosen, and the choice.
 
-    Without `--fit` the request is unchanged. An earlier choice for this run folder is reused. If a rank ran out of
-    memory with the earlier choice, the fastest smaller layout is chosen. For a run on this machine, `machine` is
-    None and `hosts` is empty. `anyway`: if no layout fits, use the smallest.
-
-    Raises UserError and ModelError, and DoesNotFit if no layout fits.
+    Without `--fit` the request is unchanged. For a run on this machine, `machine` is None and `hosts` is empty.
+    `anyway`: if no layout fits, use the smallest. Raises UserError and ModelError, and DoesNotFit if no layout fits.
     """
+    # An earlier choice is reused. If a rank ran out of memory with it, the layout is chosen again among smaller ones,
+    # from the options that the user gave then.
     known = read_choice(folder)
-    if known and not request.run.fit and _goes_on(request, folder):
+    if known and not request.run.fit and _continues(request, folder):
         if not known.ran_out:
             return request, known
-        request = _as_given(request, known)
+        free = {name: Run.model_fields[name].default for name in ("ranks", *CHOSEN)} | known.given
+        run = request.run.model_copy(update={**free, "fit": True})
+        places = {name: place for name, place in request.places.items() if name not in free or name in known.given}
+        request = RunRequest(run=run, places=places)
     if not request.run.fit:
         return request, None
     if request.run.pipeline == AUTO:  # treated as not given
@@ -75,17 +77,19 @@ def fitted(
         hint = "remove --fit (`zerofit plan --micro-batch-by-rank 4,2` shows what fits), or use equal micro batches"
         raise UserError(Problem(kind="conflict", message=message, hint=hint, where="--fit"))
     given = given_fields(request)
-    if known and known.given == given and not known.ran_out and _has_ranks(known, machine):
+    devices = (machine or this_machine()).devices
+    enough_ranks = known and ("ranks" in known.given or known.chosen["ranks"] <= devices)
+    if known and known.given == given and not known.ran_out and enough_ranks:
         report.note(f"using the layout chosen earlier for {folder.path}: {known.why[0]}")
         return _settled(request, known.chosen), known
     return _Fit(request, folder, report, gate, machine, hosts, given, known).run(anyway)
 
 
 def read_choice(folder: RunFolder) -> FittedLayout | None:
-    """Return the choice in this run folder; None if there is none or it sets fields that `--fit` never sets."""
+    """Return the choice in this run folder; None if there is none or it sets other fields."""
     try:
-        kept = read_json(folder.plan).get("fit")
-        choice = shaped(kept, TypeAdapter(FittedLayout)) if kept else None
+        stored = read_json(folder.plan).get("fit")
+        choice = shaped(stored, TypeAdapter(FittedLayout)) if stored else None
         if choice:
             for fields in (choice.given, choice.chosen):
                 Run(**fields)  # validated, since a forged plan.json could name callbacks
@@ -114,21 +118,10 @@ def leaner_next(folder: RunFolder, again: str) -> Iterator[None]:
         raise RunFailed(replace(failure.problem, hint=hint)) from None
 
 
-def _goes_on(request: RunRequest, folder: RunFolder) -> bool:
-    """Return whether all layout fields of the request come from the run folder, so no flag sets one."""
+def _continues(request: RunRequest, folder: RunFolder) -> bool:
+    """Return whether all layout fields of the request come from the run folder, not from flags."""
     places = [Path(request.places[name].rpartition(":")[0]).absolute() for name in CHOSEN if name in request.places]
     return bool(places) and all(place == folder.run for place in places)
-
-
-def _as_given(request: RunRequest, known: FittedLayout) -> RunRequest:
-    free = {name: Run.model_fields[name].default for name in ("ranks", *CHOSEN)} | known.given
-    run = request.run.model_copy(update={**free, "fit": True})
-    places = {name: place for name, place in request.places.items() if name not in free or name in known.given}
-    return RunRequest(run=run, places=places)
-
-
-def _has_ranks(known: FittedLayout, machine: Machine | None) -> bool:
-    return "ranks" in known.given or known.chosen["ranks"] <= (machine or this_machine()).devices
 
 
 def _settled(request: RunRequest, chosen: Mapping[str, object]) -> RunRequest:
@@ -148,7 +141,7 @@ class _Fit:
     known: FittedLayout | None  # the earlier choice for this folder, which cannot be reused
 
     def run(self, anyway: bool) -> tuple[RunRequest, FittedLayout]:
-        resolved = self._resolved(self._with_kept_batch())
+        resolved = self._resolved(self._with_former_batch())
         ranks = resolved.job.layout.world_size
         cluster = cluster_of(ranks, filled(self.hosts, ranks) if self.hosts else ())
         profile, options = options_of(resolved, self.given, cluster, self.report)
@@ -165,13 +158,20 @@ class _Fit:
         most = LEANER * self.known.reserved_bytes if self.known and self.known.ran_out else math.inf
         search = FitSearch(options, free, simulate, most_bytes=most)
         option = search.run()
-        if option is None:
+        if option is None:  # try the options that cost speed but make long sequences fit
             _, lean = options_of(resolved, self.given, cluster, self.report, lean=True)
             search = FitSearch(lean, free, simulate, most_bytes=most) if lean else search
             option = search.run() or (search.leanest if anyway else None)
         if option is None:
             raise DoesNotFit(_nothing_fits(self.request.run.model, search))
-        why = (*_reasons(option, search), self._as_asked())
+        chosen_by = "zerofit chose every setting"
+        if self.given:
+            names = ", ".join(self.request.place(name) for name in self.given)
+            chosen_by = f"given: {names}; zerofit chose the rest"
+        why = (
+            *_reasons(option, search),
+            f"{chosen_by}; a resume uses the same layout (recorded in the run folder)",
+        )
         for line in why:
             self.report.note(line)
         worst, fields = search.seen.get(option), chosen(option)
@@ -179,8 +179,8 @@ class _Fit:
         fit = FittedLayout(given=self.given, chosen=fields, why=why, reserved_bytes=reserved)
         return _settled(self.request, fields), fit
 
-    def _with_kept_batch(self) -> RunRequest:
-        """Return the request with the global batch that was chosen before, unless the user gave another batch."""
+    def _with_former_batch(self) -> RunRequest:
+        """Return the request with the former choice's global batch, unless the user gave one."""
         run = self.request.run
         sizes = ("micro_batch", "gradient_accumulation_steps")
         if self.known is None or "global_batch" in self.given or all(name in self.given for name in sizes):
@@ -190,13 +190,12 @@ class _Fit:
 
     def _resolved(self, request: RunRequest) -> ResolvedJob:
         """Resolve a run silently. Its notes and warnings are reported later, for the completed run."""
-        heard = ("status", "task")
-        report = Reporter(lambda event: self.report.on_event(event) if event.kind in heard else None)
-        settled = request.updated(fit=False)
-        return resolve_job(settled, machine=self.machine, report=report)
+        kinds = ("status", "task")
+        report = Reporter(lambda event: self.report.on_event(event) if event.kind in kinds else None)
+        return resolve_job(request.updated(fit=False), machine=self.machine, report=report)
 
     def _simulations(self, option: LayoutOption, request: RunRequest, free: Cluster) -> Sequence[Simulation]:
-        """Simulate an option. Raises Refused if the run or its newest checkpoint does not support the option."""
+        """Simulate an option. Raises Refused if the run or its newest checkpoint refuses it."""
         self.report.status(f"fit: simulating {option}")
         try:
             resolved = self._resolved(request)
@@ -206,12 +205,6 @@ class _Fit:
         if saved and obstacles(saved[-1].job, resolved.job):
             raise Refused("the checkpoint does not support it")
         return self.gate.simulations(request, resolved, free)
-
-    def _as_asked(self) -> str:
-        if not self.given:
-            return "zerofit chose every setting; a resume uses the same layout (recorded in the run folder)"
-        names = ", ".join(self.request.place(name) for name in self.given)
-        return f"given: {names}; zerofit chose the rest; a resume uses the same layout (recorded in the run folder)"
 
 
 def _reasons(option: LayoutOption, search: FitSearch) -> list[str]:
@@ -228,20 +221,18 @@ def _reasons(option: LayoutOption, search: FitSearch) -> list[str]:
         )
     else:
         lines.append(f"cannot be simulated; plan forecasts {shown_bytes(option.memory.peak_bytes)} {free}")
-    return [*lines, _faster(option, search)]
-
-
-def _faster(option: LayoutOption, search: FitSearch) -> str:
     faster = search.faster_than(option)
     if not faster:
-        return "memory did not rule out any faster layout"
-    first = faster[0]
-    tried = search.seen.get(first)
-    size = needed_bytes(tried) if tried else check_fit(first.memory, first.layout, search.free).device_bytes
-    why = f"{len(faster):,} faster layouts do not fit; the fastest, {first}, needs {shown_bytes(size)} per rank"
+        return [*lines, "memory did not rule out any faster layout"]
+    fastest = faster[0]
+    simulated = search.seen.get(fastest)
+    needed = (
+        needed_bytes(simulated) if simulated else check_fit(fastest.memory, fastest.layout, search.free).device_bytes
+    )
+    why = f"{len(faster):,} faster layouts do not fit; the fastest, {fastest}, needs {shown_bytes(needed)} per rank"
     if search.most_bytes < math.inf:
         why += f" (a layout that reserves {shown_bytes(search.most_bytes / LEANER)} ran out of memory)"
-    return why
+    return [*lines, why]
 
 
 def _nothing_fits(model: str, search: FitSearch) -> Problem:
@@ -250,9 +241,10 @@ def _nothing_fits(model: str, search: FitSearch) -> Problem:
         return Problem(kind=DOES_NOT_FIT, message=f"none of {count} of {model} supports the given options", hint=HINT)
     worst = search.seen.get(leanest)
     if search.most_bytes < math.inf:
-        taken, wanted = search.most_bytes / LEANER, worst.reserved_bytes if worst else leanest.memory.peak_bytes
+        reserved = search.most_bytes / LEANER  # by the layout that ran out of memory
+        needed = worst.reserved_bytes if worst else leanest.memory.peak_bytes
         because = (
-            f"a rank that reserves {shown_bytes(taken)} ran out of memory; this layout needs {shown_bytes(wanted)}"
+            f"a rank that reserves {shown_bytes(reserved)} ran out of memory; this layout needs {shown_bytes(needed)}"
         )
     else:
         fit = check_fit(leanest.memory, leanest.layout, search.free)

@@ -1,4 +1,4 @@
-"""Every layout that `--fit` can choose for a run, fastest first."""
+"""Find every layout that `--fit` can choose for a run, fastest first."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.events import Reporter
 from zerofit.spec.local_machine import read_calibration
 from zerofit.spec.profile import Profile, Savings, offered
-from zerofit.spec.run import Run, RunRequest
+from zerofit.spec.run import RunRequest
 
-ALL, AMPLE = 10**6, 10**18  # ALL: more layouts than a search finds; AMPLE: bytes of unlimited memory
+ALL = 10**6  # more layouts than a search finds
+AMPLE = 10**18  # bytes of memory that never limit a layout: what fits is decided later, by simulations
 CHOSEN = (*FIELDS.values(), "global_batch", *Savings._fields, "ds_config")  # fields of the run
 
 
@@ -49,7 +50,7 @@ class LayoutOption:
 
 
 def given_fields(request: RunRequest) -> dict[str, object]:
-    """Return the fields that `--fit` does not change, with the DeepSpeed JSON as the user wrote it."""
+    """Return the fields that `--fit` does not change, with the DeepSpeed JSON as it was written."""
     given = {name: getattr(request.run, name) for name in ("ranks", *CHOSEN) if name in request.places}
     given = {name: value for name, value in given.items() if value is not None}
     return given | ({"ds_config": ds_document(request.run).config} if "ds_config" in given else {})
@@ -58,14 +59,15 @@ def given_fields(request: RunRequest) -> dict[str, object]:
 def options_of(
     resolved: ResolvedJob, given: Mapping[str, object], cluster: Cluster, report: Reporter, *, lean: bool = False
 ) -> tuple[Profile, tuple[LayoutOption, ...]]:
-    """Return the model's profile and all layouts with the run's global batch, fastest first by forecast.
+    """Return the model's profile and all layouts with the run's global batch, fastest first.
 
     If layouts are equally fast, the simplest comes first. `lean`: try the options that make long sequences fit,
     instead of the usual options. Raises UserError and ModelError.
     """
     job, run, knobs = resolved.job, resolved.job.run, decided(given)
     degrees = {name: knobs[name] for name in DEGREES if knobs.get(name, 1) > 1}
-    own = {name: knobs[name] for name in ("micro_batch", "accumulation", "checkpointing", "schedule") if name in knobs}
+    fields = ("micro_batch", "accumulation", "checkpointing", "schedule")  # a request has these as fields of its own
+    own = {name: knobs[name] for name in fields if name in knobs}
     keep = {name: value for name, value in knobs.items() if name not in {*own, *degrees}}
     keep |= {"ema": run.ema} if run.ema else {}
     keep |= {name: max(1, keep[name]) for name in ("tp", "sp", "ep") if name in keep}  # 0 means 1 in DeepSpeed
@@ -79,60 +81,54 @@ def options_of(
         **degrees,
     )
     traced = None if not degrees else (Degrees(), Degrees(**{**degrees, "pp": 1}))
-    ample = replace(cluster, host_memory=AMPLE, device_memory=AMPLE, nvme=_disk_bytes(given))
-    profiles = {
-        savings: profile_of(resolved, cluster, job.precision, report, degrees=traced, savings=_within(savings, run))
-        for savings in (_leanest(resolved, given, cluster) if lean else _choices(resolved, given))
-    }
-    calibration, found = read_calibration(cluster.device.kind), []
+    disk = _nvme_path(given)
+    folder = next((path for path in (disk, *disk.absolute().parents) if path.is_dir()), None) if disk else None
+    disk_bytes = shutil.disk_usage(folder).free if folder else None  # None: the JSON names no disk to offload to
+    ample = replace(cluster, host_memory=AMPLE, device_memory=AMPLE, nvme=disk_bytes)
+    profiles: dict[Savings, Profile] = {}
+    for savings in _lean_savings(resolved, given, cluster) if lean else _usual_savings(resolved, given):
+        chunk = savings.loss_chunk  # a short sequence is one chunk
+        traced_savings = savings._replace(loss_chunk=chunk and min(chunk, run.seq_len or chunk))
+        profiles[savings] = profile_of(resolved, cluster, job.precision, report, degrees=traced, savings=traced_savings)
+    calibration, options = read_calibration(cluster.device.kind), list[LayoutOption]()
     for savings, profile in profiles.items():
         wanted = replace(request, checkpointing=True) if savings.activation_offload else request
         result = search(profile, ample, wanted, forecast_of(profile, cluster), calibration, top=ALL)
         for ranked in result.layouts:
             if ranked.layout.persistence <= stage3_sizes(profile).persistence or "persistence" in keep:
                 option = {"layout": ranked.layout, "memory": ranked.memory, "samples_per_s": ranked.samples_per_s}
-                found.append(LayoutOption(savings=savings, **option))
-    found.sort(key=lambda option: (-option.samples_per_s, *plain(option.layout), bool(option.savings.fields)))
-    return next(iter(profiles.values())), tuple(found)
+                options.append(LayoutOption(savings=savings, **option))
+    options.sort(key=lambda option: (-option.samples_per_s, *plain(option.layout), bool(option.savings.fields)))
+    return next(iter(profiles.values())), tuple(options)
 
 
-def _choices(resolved: ResolvedJob, given: Mapping[str, Any]) -> list[Savings]:
-    """Return the given memory savings. If `loss_chunk` is not given, also return them with a chunked loss."""
-    given_savings, chunk = savings_of(given, given.get("ds_config", {})), _able(resolved).loss_chunk
-    return (
-        [given_savings]
-        if chunk is None or "loss_chunk" in given
-        else [given_savings, given_savings._replace(loss_chunk=chunk)]
-    )
+def _usual_savings(resolved: ResolvedJob, given: Mapping[str, Any]) -> list[Savings]:
+    """Return the given memory savings, and the same with a chunked loss if it is not given."""
+    savings, chunk = savings_of(given, given.get("ds_config", {})), _supported_savings(resolved).loss_chunk
+    if chunk is None or "loss_chunk" in given:
+        return [savings]
+    return [savings, savings._replace(loss_chunk=chunk)]
 
 
-def _leanest(resolved: ResolvedJob, given: Mapping[str, Any], cluster: Cluster) -> list[Savings]:
-    """Return further memory savings that `given` allows: first tiled MLPs, then checkpoints in host memory too."""
-    given_savings, able = savings_of(given, given.get("ds_config", {})), _able(resolved)
-    kept = {name: getattr(given_savings, name) for name in Savings._fields if name in given}
+def _lean_savings(resolved: ResolvedJob, given: Mapping[str, Any], cluster: Cluster) -> list[Savings]:
+    """Return further memory savings: tiled MLPs, then checkpoints in host memory, too."""
+    given_savings, supported = savings_of(given, given.get("ds_config", {})), _supported_savings(resolved)
+    fixed = {name: getattr(given_savings, name) for name in Savings._fields if name in given}
+    # On a CPU the host is the device. Without checkpoints there is nothing to offload.
     if cluster.on_cpu or given.get("activation_checkpointing") is False:
-        able = able._replace(activation_offload=False)
-    most = able._replace(**kept, activation_offload=kept.get("activation_offload", able.activation_offload))
-    found = [most._replace(activation_offload=given_savings.activation_offload), most]
-    return [savings for savings in dict.fromkeys(found) if savings not in _choices(resolved, given)]
+        supported = supported._replace(activation_offload=False)
+    most = supported._replace(**fixed)
+    choices = [most._replace(activation_offload=given_savings.activation_offload), most]
+    return [savings for savings in dict.fromkeys(choices) if savings not in _usual_savings(resolved, given)]
 
 
-def _able(resolved: ResolvedJob) -> Savings:
+def _supported_savings(resolved: ResolvedJob) -> Savings:
     run, facts = resolved.job.run, resolved.job.facts
-    able = offered(facts.task, None if facts.own or run.compile else facts.model_type)
-    return able._replace(loss_chunk=None) if run.loss == "mse" or (facts.own and run.loss is None) else able
-
-
-def _within(savings: Savings, run: Run) -> Savings:
-    chunk = savings.loss_chunk
-    return savings._replace(loss_chunk=chunk and min(chunk, run.seq_len or chunk))
-
-
-def _disk_bytes(given: Mapping[str, object]) -> int | None:
-    """Return the free bytes of the disk that the DeepSpeed JSON offloads to; None if it names no disk."""
-    path = _nvme_path(given)
-    folder = next((place for place in (path, *path.absolute().parents) if place.is_dir()), None) if path else None
-    return shutil.disk_usage(folder).free if folder else None
+    supported = offered(facts.task, None if facts.own or run.compile else facts.model_type)
+    # only a loss over tokens can be computed in chunks, and zerofit does not know the loss of a user's own model
+    if run.loss == "mse" or (facts.own and run.loss is None):
+        supported = supported._replace(loss_chunk=None)
+    return supported
 
 
 def _nvme_path(given: Mapping[str, Any]) -> Path | None:
@@ -144,10 +140,7 @@ def _nvme_path(given: Mapping[str, Any]) -> Path | None:
 def chosen_fields(
     option: LayoutOption, profile: Profile, given: Mapping[str, Any], optimizer: str | None
 ) -> dict[str, object]:
-    """Return the fields of the run for an option, including the full DeepSpeed JSON.
-
-    `optimizer`: the run's optimizer. It is stored because the default may change with offloading.
-    """
+    """Return the fields of the run for an option, including the full DeepSpeed JSON."""
     config = planned_config(option.layout, profile, str(_nvme_path(given) or "/local_nvme"))
     degrees = {FIELDS[name]: getattr(option.layout, name) for name in DEGREES}
     return {
@@ -155,6 +148,6 @@ def chosen_fields(
         **layout_fields(option.layout),
         "global_batch": option.layout.global_batch,
         **option.savings._asdict(),
-        "optimizer": optimizer,
+        "optimizer": optimizer,  # stored, because the default may change with offloading
         "ds_config": merged(config, given.get("ds_config", {})),
     }

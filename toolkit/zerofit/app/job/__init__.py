@@ -1,1 +1,1 @@
-"""Turn a run, file or model that a user names into a job with all values decided. Starts no process."""
+"""Turn a run, file or model that a user names into a job with all values decided."""

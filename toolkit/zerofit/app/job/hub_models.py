@@ -1,7 +1,8 @@
-"""Find hub models by name. A snapshot in the hub's default cache is used like any pretrained folder."""
+"""Find hub models by name. A snapshot in the hub's cache is used like a pretrained folder."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from zerofit.data.hf import hub_if_reachable
@@ -20,7 +21,7 @@ PICKLED = "pytorch_model*"  # downloaded only if there are no other weights
 
 
 def with_local_model(request: RunRequest, report: Reporter) -> RunRequest:
-    """Replace a hub model's name, hub:ORG/NAME[@REVISION], in the request with its snapshot folder.
+    """Replace a hub model's name, hub:ORG/NAME[@REVISION], with the folder of its snapshot.
 
     A missing snapshot is downloaded; an interrupted download resumes. Another spelling of a preset's name
     ("llama3-8b") is replaced with the preset's name, with a note. Raises UserError if the hub has no such model, or
@@ -38,7 +39,7 @@ def with_local_model(request: RunRequest, report: Reporter) -> RunRequest:
 
 
 def with_shape(request: RunRequest, report: Reporter) -> RunRequest:
-    """Return the request with a preset of the same shape as its hub model. Forecasts need only the shape."""
+    """Return the request with a preset of the hub model's shape, which is all a forecast needs."""
     return _with_preset(request, shape_named(request.run.model), report) if request.run.model else request
 
 
@@ -59,30 +60,28 @@ def _snapshot(name: str, place: str, report: Reporter) -> Path:
         with hub_if_reachable():
             patterns: list[str] = [*FILES]
             if not constants.HF_HUB_OFFLINE:
-                held = list_repo_files(repository, revision=revision or None)
-                patterns += [] if any(file.endswith(".safetensors") for file in held) else [PICKLED]
-            alone = constants.HF_HUB_OFFLINE  # huggingface_hub before 2 requests a commit even then
-            named = revision or None
-            folder = Path(
-                snapshot_download(repository, revision=named, allow_patterns=patterns, local_files_only=alone)
-            )
+                files = list_repo_files(repository, revision=revision or None)
+                patterns += [] if any(file.endswith(".safetensors") for file in files) else [PICKLED]
+            download = partial(snapshot_download, repository, revision=revision or None, allow_patterns=patterns)
+            # huggingface_hub before 2 requests a commit even if it is offline
+            folder = Path(download(local_files_only=constants.HF_HUB_OFFLINE))
     except Exception as error:  # the hub client raises errors of many unrelated types
         raise _not_there(name, f"is unavailable: {reason_of(error)}", place, str(constants.HF_HUB_CACHE)) from None
-    lacks = missing_files(folder)
-    if lacks:
-        what = f"lacks {', '.join(lacks[:3])} in {folder}"
+    missing = missing_files(folder)
+    if missing:
+        what = f"lacks {', '.join(missing[:3])} in {folder}"
         raise _not_there(name, what, place, str(constants.HF_HUB_CACHE))
     return folder
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Return the parts of a pretrained model that a snapshot lacks: config, weights, or some shards of weights."""
-    lacks = [] if (folder / "config.json").is_file() else ["config.json"]
+    """Return the parts of a pretrained model that a snapshot lacks: config or files of weights."""
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
     try:
         names = weight_names(folder) or [NAMES[0]]
     except Unreadable as error:
-        return [*lacks, f"a valid index of weights ({error.reason})"]
-    return lacks + [name for name in names if not (folder / name).is_file()]
+        return [*missing, f"a valid index of weights ({error.reason})"]
+    return missing + [name for name in names if not (folder / name).is_file()]
 
 
 def _not_there(name: str, what: str, place: str, cache: str) -> UserError:

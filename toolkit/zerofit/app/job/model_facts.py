@@ -1,4 +1,4 @@
-"""Read the facts about a model once, before its first run, and store them. Later runs do not need transformers."""
+"""Read the facts about a model once and store them. Later runs do not import transformers."""
 
 from __future__ import annotations
 
@@ -28,27 +28,20 @@ T = TypeVar("T")
 def facts_of(
     source: ModelSource, task: Task, inputs: Inputs | None, run: Run, model: nn.Module | None = None
 ) -> ModelFacts:
-    """Return the facts of a model with these inputs. Without `inputs`, FLOPs are not counted.
+    """Return the facts of a model with these inputs; without `inputs`, FLOPs are not counted.
 
     `model`: an existing model to use instead of the model of `source`. Raises UserError if model and data do not
     match.
     """
     args, pipelined = dict(run.model_args), run.pipeline != 1
-
     if model is not None:
         return probe(source, task, inputs, args, pipelined, model)
-    fed = inputs and {type(inputs).__name__: asdict(inputs)}
-    key = ["facts", task, fed, args, pipelined, *_stamp(source)]
-    return _kept(source, key, TypeAdapter(ModelFacts), lambda: probe(source, task, inputs, args, pipelined))
-
-
-def _stamp(source: ModelSource) -> tuple[int, ...]:
-    """Return size and modification time of the file with a model's initial weights; () if there is none."""
-    if not source.pretrained:
-        return ()
-    with models_say("--pretrained"):
-        stat = weight_file(Path(source.pretrained)).stat()
-    return stat.st_size, stat.st_mtime_ns
+    key: list[object] = ["facts", task, inputs and {type(inputs).__name__: asdict(inputs)}, args, pipelined]
+    if source.pretrained:  # another file of initial weights may have the same name
+        with models_say("--pretrained"):
+            stat = weight_file(Path(source.pretrained)).stat()
+        key += [stat.st_size, stat.st_mtime_ns]
+    return _stored(source, key, TypeAdapter(ModelFacts), lambda: probe(source, task, inputs, args, pipelined))
 
 
 def max_positions_of(source: ModelSource, args: dict[str, object]) -> int | None:
@@ -57,15 +50,12 @@ def max_positions_of(source: ModelSource, args: dict[str, object]) -> int | None
     Raises UserError if the model has no such `args`.
     """
     with models_say("MODEL"), without_dynamo():
-        return _kept(source, ["positions", args], TypeAdapter(int | None), lambda: source_max_positions(source, args))
+        return _stored(source, ["positions", args], TypeAdapter(int | None), lambda: source_max_positions(source, args))
 
 
-def _kept(source: ModelSource, key: list[object], form: TypeAdapter[T], read: Callable[[], T]) -> T:
-    """Return the stored result of `read`, or call `read` and store its result.
-
-    For a user's own model, always call `read`.
-    """
-    if source.family == "custom":
+def _stored(source: ModelSource, key: list[object], form: TypeAdapter[T], read: Callable[[], T]) -> T:
+    """Return the stored result of `read`, or call `read` and store its result."""
+    if source.family == "custom":  # the name of a user's own model does not identify its code
         return read()
     path = Path(source.path) if source.path else None
     content = path and (path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8", errors="replace")
@@ -73,7 +63,7 @@ def _kept(source: ModelSource, key: list[object], form: TypeAdapter[T], read: Ca
     try:
         return shaped(read_json(file, object), form)
     except (OSError, Unreadable):  # never written, or truncated
-        found = read()
+        result = read()
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, form.dump_python(found, mode="json"))
-    return found
+    write_json(file, form.dump_python(result, mode="json"))
+    return result

@@ -1,4 +1,4 @@
-"""Make the request of a run from user input: a run made in Python, a run file, a run folder, or a model."""
+"""Make the request of a run from user input: a `Run`, a run file, a run folder, or a model."""
 
 from __future__ import annotations
 
@@ -31,16 +31,18 @@ LAYOUT = {"ranks", "tensor_parallel", "pipeline", "sequence_parallel", "expert_p
 
 
 def as_request(run: Run | RunRequest | str | Path) -> RunRequest:
-    """Return the request for `run`: a run, request, model name, or path of a run file or folder. Raises UserError."""
+    """Return the request for a run, model name, or path of a run file or folder.
+
+    Raises UserError.
+    """
     return from_saved(RunRequest.of(run)) if isinstance(run, Run | RunRequest) else read_request(str(run), {})
 
 
 def from_saved(request: RunRequest, trust_model_code: bool = False) -> RunRequest:
-    """If the model is a folder that zerofit saved, replace it with the saved model's name and weights.
+    """If the model is a folder that zerofit saved, replace it with the saved name and weights.
 
-    An example is a CNN's RUN/model. Other requests are returned unchanged, also those for a transformers model (a
-    folder with config.json). Raises UserError, for example if the folder names code and `trust_model_code` is
-    false.
+    Other requests are returned unchanged, also those for a transformers model (a folder with config.json). Raises
+    UserError, for example if the folder names code and `trust_model_code` is false.
     """
     folder = Path(request.run.model)
     if request.run.pretrained or not folder.is_dir() or (folder / "config.json").is_file():
@@ -59,22 +61,21 @@ def from_saved(request: RunRequest, trust_model_code: bool = False) -> RunReques
 
 
 def read_request(target: str | None, flags: Mapping[str, object], trust_model_code: bool = False) -> RunRequest:
-    """Return the request for a model's name, a run file or a run folder. Flags override saved values.
+    """Return the request for a model's name, a run file or a run folder; flags override values.
 
-    For a run folder, the request resumes its run. If flags change the layout, batch sizes per rank are chosen again
-    for the same global batch. Raises UserError, for example if a run folder or a saved model names code and
-    `trust_model_code` is false.
+    For a run folder, the request resumes its run. Raises UserError, for example if a run folder or a saved model names
+    code and `trust_model_code` is false.
     """
-    return from_saved(_read_request(target, dict(flags), trust_model_code), trust_model_code)
-
-
-def _read_request(target: str | None, flags: dict[str, object], trusted: bool) -> RunRequest:
     if target and RunFolder(Path(target)).plan.is_file():
+        # A new layout gets new batch sizes per rank for the same global batch.
         free = {"micro_batch": None, "gradient_accumulation_steps": None} if LAYOUT & set(flags) else {}
-        return load_run(RunFolder(Path(target)).run, {"output": Path(target), **free, **flags}, trusted)
-    if target and is_run_file(target):
-        return load_run(Path(target), flags, trusted)
-    return load_run(None, {"model": target, **flags} if target else flags)
+        values = {"output": Path(target), **free, **flags}
+        request = load_run(RunFolder(Path(target)).run, values, trust_model_code)
+    elif target and is_run_file(target):
+        request = load_run(Path(target), dict(flags), trust_model_code)
+    else:
+        request = load_run(None, {"model": target, **flags} if target else dict(flags))
+    return from_saved(request, trust_model_code)
 
 
 def is_run_file(target: str) -> bool:
@@ -93,7 +94,10 @@ def is_run_file(target: str) -> bool:
 def assumed_inputs(
     source: ModelSource, task: Task, seq_len: int | None, image: str | None, model_args: dict[str, Any]
 ) -> Inputs:
-    """Return the inputs that `image` (`--input`) describes, else the model's published inputs. Raises UserError."""
+    """Return the inputs of `image` (`--input`), else the model's published inputs.
+
+    Raises UserError.
+    """
     if gives_loss(task):
         from zerofit.models.named_inputs import named_inputs
         from zerofit.train.probe import models_say
@@ -106,39 +110,43 @@ def assumed_inputs(
     if is_image(task) or task == "table":
         published = published_inputs(source)
         if source.family == "transformers" and source.path and isinstance(published, ImageInputs):
-            published = _configured(published, make_config(source, None, model_args))
+            config = make_config(source, None, model_args)
+            size, channels = (getattr(config, name, None) for name in ("image_size", "num_channels"))
+            size = max(size) if isinstance(size, list | tuple) else size
+            published = replace(
+                published,
+                size=size or published.size,
+                channels=channels or published.channels,
+                classes=config.num_labels,
+            )
         if image is None:
             return published
         if isinstance(published, TableInputs):
-            return TableInputs(features=_parse_features(image), classes=published.classes)
+            features = parse_input(image).features
+            if features is None:
+                message, hint = f"the model needs rows of a table, got {image!r}", "for example features:10"
+                raise UserError(Problem(kind="bad-value", message=message, hint=hint, where="--input"))
+            return TableInputs(features=features, classes=published.classes)
         channels, size = parse_image(image)
         return replace(published, channels=channels, size=size)
-    config = make_config(source, None, model_args) if source.family == "transformers" else None
+    config: Any = make_config(source, None, model_args) if source.family == "transformers" else None
     if has_head(task):
-        return _assumed_labels(config, task, seq_len or DEFAULT_SEQ_LEN)
+        assert config  # only models of transformers have task heads
+        text = config.get_text_config()
+        return LabelledTextInputs(
+            vocab_size=text.vocab_size,
+            seq_len=seq_len or DEFAULT_SEQ_LEN,
+            classes=tuple(str(config.id2label[n]) for n in range(config.num_labels)),
+            pad_id=text.pad_token_id or 0,
+            tags=task == "tag",
+        )
     vocabulary = getattr(config, "vocab_size", None) or model_args.get("vocab_size") or 2
     packed = image is not None and bool(parse_input(image).packed)
     return TextInputs(vocab_size=vocabulary, seq_len=seq_len or DEFAULT_SEQ_LEN, packed=packed)
 
 
-def _configured(published: ImageInputs, config: Any) -> ImageInputs:
-    """Return `published` with the config's number of classes and, if the config has them, image size and channels."""
-    size, channels = (getattr(config, name, None) for name in ("image_size", "num_channels"))
-    size = max(size) if isinstance(size, list | tuple) else size
-    return replace(
-        published, size=size or published.size, channels=channels or published.channels, classes=config.num_labels
-    )
-
-
-def _assumed_labels(config: Any, task: Task, seq_len: int) -> LabelledTextInputs:
-    names = tuple(str(config.id2label[n]) for n in range(config.num_labels))
-    text = config.get_text_config()
-    how: dict[str, Any] = {"classes": names, "pad_id": text.pad_token_id or 0, "tags": task == "tag"}
-    return LabelledTextInputs(vocab_size=text.vocab_size, seq_len=seq_len, **how)
-
-
 def input_option(inputs: Inputs | None) -> str | None:
-    """Return the `--input` value for these inputs, as `parse_input` reads it; None for plain tokens."""
+    """Return the `--input` value for inputs, as `parse_input` reads it; None for plain tokens."""
     if are_packed(inputs):
         return PACKED
     if isinstance(inputs, ImageInputs):
@@ -155,7 +163,7 @@ def input_option(inputs: Inputs | None) -> str | None:
 
 
 def parse_image(text: str) -> tuple[int, int]:
-    """Return the channels and the image size of a text such as "image:3x224x224". Raises UserError."""
+    """Return channels and size of a text such as "image:3x224x224". Raises UserError."""
     fed = parse_input(text)
     if fed.image is None:
         message, hint = f"the model needs images, got {text!r}", "for example image:3x224x224"
@@ -163,16 +171,8 @@ def parse_image(text: str) -> tuple[int, int]:
     return fed.image
 
 
-def _parse_features(text: str) -> int:
-    fed = parse_input(text)
-    if fed.features is None:
-        message, hint = f"the model needs rows of a table, got {text!r}", "for example features:10"
-        raise UserError(Problem(kind="bad-value", message=message, hint=hint, where="--input"))
-    return fed.features
-
-
 def parse_input(text: str) -> Fed:
-    """Read `--input`: "image:3x224x224", "features:10", "decoder:128", "frames:3000" or "packed". Raises UserError."""
+    """Read `--input`, for example "image:3x224x224" or "packed". Raises UserError."""
     if text == PACKED:
         return Fed(packed=True)
     kind, _, value = text.rpartition(":")

@@ -1,4 +1,4 @@
-"""Turn a requested run into a job that is ready to train. Everything is checked before any process starts."""
+"""Turn a requested run into a job that can train. All is checked before a process starts."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def resolve_job(
     check_task: Callable[[Task, Problems], None] | None = None,
     model: nn.Module | None = None,
 ) -> ResolvedJob:
-    """Decide and check everything about a run. Every command makes a `Job` from a `RunRequest` here, and only here.
+    """Decide and check everything about a run; every command makes its `Job` only here.
 
     Args:
         request: the run, and where each of its values was given. `ds_config` is the JSON (as a dict) or its name.
@@ -134,7 +134,9 @@ def resolve_job(
     _check_profiled(request, decision.layout.world_size, steps, problems)
     decision = with_recipe(decision, kind_of(source, task), opened.facts, steps)
     if opened.data:
-        _warn_unread(request, decision.run, task, report)
+        for field, (readers, reads) in _READERS.items():
+            if field in request.places and not reads(decision.run, task):
+                report.warning(f"{field} has no effect: only {readers} read it", request.place(field))
     ds_source = documented_config(document.config)
     ds_config = resolve(ds_source, decision, opened.facts, machine, steps, problems)
     problems.raise_if_any()
@@ -150,7 +152,7 @@ def resolve_job(
 
 
 def with_stages(request: RunRequest, devices: int, report: Reporter) -> RunRequest:
-    """Replace `--pipeline auto` with the number of stages that zerofit selects for `devices` devices."""
+    """Replace `--pipeline auto` with the number of stages that zerofit selects for `devices`."""
     run, layers = request.run, None
     if run.pipeline != AUTO:
         return request
@@ -221,7 +223,7 @@ def open_model(
 ) -> OpenedModel:
     """Open the data of a model (see `resolve_job`) and read the model's facts. Raises UserError."""
     report = report or Reporter()
-    run, kind, data, fed = request.run, inputs.kind, None, None
+    run, kind, data, model_inputs = request.run, inputs.kind, None, None
     name = run.data or (default_data(task) if kind == "data" else None)
     seq_len, tokenizer = seq_len_of(run, source, task, usual_seq_len), run.tokenizer
     if "tokenizer" not in request.places and is_text(task):
@@ -229,35 +231,33 @@ def open_model(
     run = run.model_copy(update={"data": name, "tokenizer": tokenizer, "seq_len": seq_len})
     if name is not None and kind in ("data", "assumed"):
         data = open_data(run, task, seq_len, report)
-        fed = data.inputs
+        model_inputs = data.inputs
         for note in data.notes:
             report.note(note)
-        if task == "image" and isinstance(fed, ImageInputs) and fed.classes < 2:
+        if task == "image" and isinstance(model_inputs, ImageInputs) and model_inputs.classes < 2:
             message = f"{data.name} has only one class, so there is nothing to learn"
             hint = "put the images of each class into a separate folder"
             raise UserError(Problem(kind="data-classes", message=message, hint=hint, where="--data"))
     elif kind == "assumed" or (kind == "unopened" and is_text(task)):
-        fed = assumed_inputs(source, task, seq_len, inputs.image, dict(run.model_args))
-    facts = facts_of(source, task, fed, run, model)
-    # other models are built parameter by parameter, so that no rank needs memory for all of them
-    reason = why_whole(source, fed, dict(run.model_args)) if facts.own and model is None else None
+        model_inputs = assumed_inputs(source, task, seq_len, inputs.image, dict(run.model_args))
+    facts = facts_of(source, task, model_inputs, run, model)
+    # Other models are built parameter by parameter, so that no rank needs memory for all of them.
+    reason = why_whole(source, model_inputs, dict(run.model_args)) if facts.own and model is None else None
     if reason:
         report.note(f"each rank builds the full {run.model} in float32, not one parameter at a time: {reason}")
-    if isinstance(fed, ImageInputs) and model is None:
-        check_sizes(source, fed, run)
+    if isinstance(model_inputs, ImageInputs) and model is None:
+        check_sizes(source, model_inputs, run)
     for note in notes_of_config(source.name, source_config(source)) if source.family == "transformers" else ():
         report.note(note)
     with models_say("--pretrained"):
-        for note in notes_of_pretrained(source, fed, dict(run.model_args)) if model is None else ():
+        for note in notes_of_pretrained(source, model_inputs, dict(run.model_args)) if model is None else ():
             report.note(note)
-    return OpenedModel(run=run, data=data, inputs=fed, facts=facts)
+    return OpenedModel(run=run, data=data, inputs=model_inputs, facts=facts)
 
 
 def _own_tokenizer(source: ModelSource) -> str | None:
-    """Return the folder of the model's own tokenizer; None if the model has neither weights nor a tokenizer.
-
-    Weights work only with their own tokenizer. A folder with weights but no tokenizer is refused when it is opened.
-    """
+    """Return the folder of the model's own tokenizer; None without weights and tokenizer."""
+    # Weights work only with their own tokenizer. A folder with weights but no tokenizer is refused when it is opened.
     weights = source.pretrained or (source.path if source.origin == PRETRAINED else None)
     path = weights or source.path
     if not path:
@@ -267,7 +267,7 @@ def _own_tokenizer(source: ModelSource) -> str | None:
 
 
 def find_model(request: RunRequest, model: nn.Module | None = None) -> tuple[ModelSource, Task]:
-    """Return the source and the task of the named model, or of `model` if it is given. Raises UserError."""
+    """Return the source and the task of the named model, or of `model`. Raises UserError."""
     if model is not None:
         source = ModelSource(name=request.run.model, family="custom", origin="given", task="custom")
         return source, fed_with(model, request.run)
@@ -300,7 +300,7 @@ def ds_document(run: Run) -> Document:
 
 
 def ds_name(run: Run) -> str | None:
-    """Return the file or bundled name of the run's DeepSpeed JSON; None if the run contains the JSON itself.
+    """Return the file or bundled name of the run's JSON; None if the run contains the JSON.
 
     Without a JSON, return the name of the default.
     """
@@ -357,13 +357,6 @@ _READERS: dict[str, tuple[str, Callable[[Run, Task], bool]]] = {
 }
 
 
-def _warn_unread(request: RunRequest, run: Run, task: Task, report: Reporter) -> None:
-    """Warn of each option that the user has set and that has no effect in this run."""
-    for field, (readers, reads) in _READERS.items():
-        if field in request.places and not reads(run, task):
-            report.warning(f"{field} has no effect: only {readers} read it", request.place(field))
-
-
 def _steps(decision: Decision, data: Data, problems: Problems) -> int:
     run, samples = decision.run, len(data.train)
     if decision.layout.dp > samples:
@@ -376,12 +369,12 @@ def _steps(decision: Decision, data: Data, problems: Problems) -> int:
     if run.stream:
         problems.add("steps", f"{data.name} is a stream without an end", "set --steps", "--steps")
         return 1
-    trained_on = samples * (run.epochs or DEFAULT_EPOCHS)
-    if trained_on / decision.batch.total > LARGEST:
+    samples_seen = samples * (run.epochs or DEFAULT_EPOCHS)
+    if samples_seen / decision.batch.total > LARGEST:
         message = f"--epochs {run.epochs} of {samples:,} samples are more than {LARGEST:,} steps"
         problems.add("steps", message, "use fewer, or set --steps", "--epochs")
         return 1
-    return max(1, -(-int(trained_on) // decision.batch.total))
+    return max(1, -(-int(samples_seen) // decision.batch.total))  # rounded up: the last batch is filled
 
 
 def _check_profiled(request: RunRequest, ranks: int, steps: int, problems: Problems) -> None:

@@ -1,4 +1,4 @@
-"""Results cached on disk. A result is valid while its inputs, zerofit's code and the libraries stay the same."""
+"""Name the files of cached results, which stay valid until inputs, code or libraries change."""
 
 from __future__ import annotations
 

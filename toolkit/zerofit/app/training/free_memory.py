@@ -16,7 +16,7 @@ Facts = Mapping[str, Any]  # facts of one host: `zerofit.doctor.facts`
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """The memory that one host has for its ranks, in bytes: free memory less reservations of other runs."""
+    """The bytes that one host has for its ranks: free memory less reservations of other runs."""
 
     name: str  # "" for this machine
     ranks: range
@@ -31,7 +31,7 @@ class HostMemory:
         return f"on {self.name or 'this machine'}"
 
     def reserved_note(self, *, on_gpus: bool = False) -> str:
-        """Return a phrase about the reservations of other runs, to append to the free memory in a message."""
+        """Return a phrase about the reservations of other runs, to append to the free memory."""
         return reserved_note(self.gpu_reserved_bytes if on_gpus else self.reserved_bytes)
 
 
@@ -54,7 +54,7 @@ def memory_of_hosts(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> list[H
     for host in hosts:
         memory, devices = facts[host.name]["memory"], host.devices or range(host.slots)
         gpus = [gpu for gpu in facts[host.name]["gpus"] if gpu["index"] in devices and gpu["total_bytes"]]
-        # once a run has allocated its reservation, the reservation is part of the used memory
+        # Once a run has allocated what it reserved, these bytes are part of the used memory. So the larger counts.
         free = [gpu["total_bytes"] - max(gpu["used_bytes"] or 0, gpu["reserved_bytes"]) for gpu in gpus]
         memories.append(
             HostMemory(

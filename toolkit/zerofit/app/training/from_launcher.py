@@ -35,10 +35,10 @@ FOLDER = "folder"  # key of the stored value that a restart reads
 
 
 def lead(request: RunRequest, world: World, *, on_event: OnEvent | None = None, anyway: bool = False) -> TrainingResult:
-    """Train as the first process of a world. SIGTERM, SIGHUP and SIGUSR1 ask the ranks to save and stop.
+    """Train as the first process of a world.
 
-    All processes exit right after this process, with the same exit code. Raises UserError, DoesNotFit, RunFailed
-    and Stopped.
+    SIGTERM, SIGHUP and SIGUSR1 ask the ranks to save and stop. All processes exit right after this process, with the
+    same exit code. Raises UserError, DoesNotFit, RunFailed and Stopped.
     """
     end_with_parent(os.getppid())
     leading = _Leading(world, Reporter(shielded(on_event) if on_event else None), anyway)
@@ -54,7 +54,7 @@ def lead(request: RunRequest, world: World, *, on_event: OnEvent | None = None, 
         code = getattr(error, "exit_code", FAILED)
         raise
     finally:
-        # after printing, since a launcher kills this process when another has failed
+        # The others exit only after this process has printed, since a launcher kills it when another has failed.
         atexit.register(leading.dismiss, code)
 
 
@@ -66,9 +66,8 @@ class _Leading:
 
     def train(self, request: RunRequest) -> TrainingResult:
         self._rendezvous.report(asdict(Member.here(self._world, versions())))
-        members = [
-            Member(**{**one, "cores": tuple(one["cores"])}) for one in self._rendezvous.reports(self._report.phase)
-        ]
+        reports = self._rendezvous.reports(self._report.phase)
+        members = [Member(**{**values, "cores": tuple(values["cores"])}) for values in reports]
         machine = this_machine()
         hosts = hosts_of(members, machine.accelerator == "cuda")
         several = len(hosts) > 1
@@ -100,7 +99,7 @@ class _Leading:
                 self._rendezvous.dismiss(code)
 
     def _request(self, request: RunRequest) -> RunRequest:
-        """Return the request for all ranks. After a restart, the request resumes the run. Raises UserError."""
+        """Return the request for all ranks; after a restart, it resumes the run. Raises UserError."""
         ranks, world = request.run.ranks, self._world
         if ranks not in (None, world.size):
             message = f"{request.place('ranks')} sets {ranks} ranks, but {world.launcher} started {world.size}"
@@ -124,7 +123,7 @@ class _Leading:
         problems.raise_if_any()
 
     def _site(self, prepared: PreparedRun, hosts: tuple[Host, ...], watch: Watch, extra: dict[str, str]) -> LaunchSite:
-        """Return the `LaunchSite` of ranks whose processes exist already. It starts only rank 0's guard."""
+        """Return the `LaunchSite` of ranks whose processes exist. It starts only rank 0's guard."""
         world, machine = self._world, prepared.machine
         several = len(hosts) > 1
         address, names = (world.master[0], [host.name for host in hosts]) if several else (LOOPBACK, [HERE])

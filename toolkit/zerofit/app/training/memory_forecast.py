@@ -1,4 +1,4 @@
-"""Forecast the memory of a job's ranks, from building the model to the last save. Each job is simulated once."""
+"""Forecast the memory of a job's ranks, from building the model to the last save."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from zerofit.features.optimizers import of_json
 from zerofit.features.zero import NARROW_MASTERS
 from zerofit.models.catalog import find
 from zerofit.simulate.forecast.assess import assess, decided
-from zerofit.simulate.forecast.result import Simulation
 from zerofit.simulate.forecast.run import SimulatedRank, heaviest_of
 from zerofit.simulate.forecast.run import simulate as simulate_ranks
 from zerofit.simulate.record import STEPS, KindPeak, RankPhase, RankRecord, SimulationTarget
@@ -49,7 +48,7 @@ _INDIFFERENT |= {"profile_ranks", "record_memory", "ds_config"}  # ds_config is 
 
 @dataclass(frozen=True, kw_only=True)
 class RankForecasts:
-    """Forecasts for the ranks whose memory differs: rank 0, which saves the model, and one rank per stage."""
+    """Forecasts for the ranks whose memory differs: rank 0 and one rank per pipeline stage."""
 
     cluster: Cluster  # cluster with one device for each rank of the job
     first: SimulatedRank
@@ -70,7 +69,14 @@ class RankForecasts:
             phases=phases,
             reserved_bytes=max(rank.reserved_bytes for rank in ranks),
             beside_bytes=max(sum(part.bytes for part in rank.overheads) for rank in ranks),
-            margin_bytes=max(map(_margin, ranks)),
+            # other streams free memory late, a replay misses kernels' scratch, and overheads outside torch vary
+            margin_bytes=max(
+                rank.reserved_ahead_bytes
+                - rank.reserved_bytes
+                + round(REPLAYED * rank.reserved_bytes)
+                + sum(part.high_bytes - part.bytes for part in rank.overheads)
+                for rank in ranks
+            ),
             host_bytes=max(sum(rank.host_bytes.values()) for rank in ranks),
             pinned_bytes=max(rank.host_bytes["pinned"] for rank in ranks),
             stages=tuple(self.host_need(rank) for rank in self.stages),
@@ -88,106 +94,89 @@ class RankForecasts:
 def least_bytes(job: Job) -> int:
     """Return a lower bound of the memory of all ranks of a job together, without a simulation.
 
-    It contains weights, fp32 master weights and the optimizer's moments, but no gradients and activations. Weights
-    count once at stage 3, else once per data parallel rank. Master weights and moments count once. If a run in fp32
-    uses stage 0, its moments count once per data parallel rank (`plan.persistent`).
+    It contains weights, fp32 master weights and the optimizer's moments, but no gradients and activations.
     """
     parameters, stage, copies = job.facts.trained_parameters, job.layout.zero_stage, job.layout.dp * job.layout.sp
     narrow = any(feature.on(job.ds_config) for feature in NARROW_MASTERS)
     masters = 0 if narrow or job.precision == "fp32" else 4
     entry = of_json(get(job.ds_config, "optimizer.type"))
     moments = entry.states.least_bytes if entry and not narrow else 0
+    # Weights count once at stage 3, else once per data parallel rank. Master weights and moments count once, except
+    # for stage 0 in fp32, where each data parallel rank has all moments (`plan.persistent`).
     weights = job.facts.weight_bytes(job.precision) * (1 if stage == 3 else copies)
     return weights + parameters * (masters + moments) * (1 if stage or job.precision != "fp32" else copies)
 
 
-def _margin(rank: Simulation) -> int:
-    """Return the safety margin of a verdict: bytes on top of the reserved peak and of the memory outside torch."""
-    late = rank.reserved_ahead_bytes - rank.reserved_bytes  # other streams free memory late
-    uncertain = sum(part.high_bytes - part.bytes for part in rank.overheads)
-    return late + round(REPLAYED * rank.reserved_bytes) + uncertain
-
-
 def forecast_ranks(prepared: PreparedSimulation, free: Cluster, report: Reporter) -> RankForecasts | Problem:
-    """Return the memory forecast of a job's ranks, or the reason why the job cannot be simulated.
-
-    By default, layers are extrapolated. If the free memory leaves a doubt about the verdict, all layers are
-    simulated.
-    """
+    """Return the memory forecast of a job's ranks, or why the job cannot be simulated."""
     job, cluster = prepared.job, prepared.cluster
     ranks = _simulate_or_recall([prepared.target(rank) for rank in heaviest_of_stages(job.layout, job.batch)], report)
+    # Like layers are extrapolated from a few. If the free memory leaves a doubt about the verdict, all are simulated.
     exactly = partial(_simulate_or_recall, report=report, exact=True)
     ranks = decided(ranks, free, exactly)
     for problem in ranks:
         if isinstance(problem, Problem):
             return problem
     heaviest = heaviest_of(ranks, exactly)
-    known = [rank for rank in [ranks[0], *heaviest] if isinstance(rank, SimulatedRank)]
+    simulated = [rank for rank in [ranks[0], *heaviest] if isinstance(rank, SimulatedRank)]
     first, *stages = (
         # the second rank stands for the other ranks of the first stage; each later rank for all ranks of its stage
         _with_save(_with_copy(rank, saves_parameters=n != 1), saved, cluster.on_cpu)
-        for n, (rank, saved) in enumerate(zip(known, _saved_bytes(job, cluster.on_cpu), strict=True))
+        for n, (rank, saved) in enumerate(zip(simulated, _saved_bytes(job, cluster.on_cpu), strict=True))
     )
     return RankForecasts(cluster=cluster, first=first, stages=tuple(stages))
 
 
 def _with_copy(rank: SimulatedRank, *, saves_parameters: bool) -> SimulatedRank:
-    """Add to a rank the host copy of the data that it saves during training (`--save-async`).
-
-    At stages 0 to 2, only one data parallel rank saves the parameters. At stage 0, this rank also saves everything
-    else. At stage 3 the parameters are saved as master weights (`engine.save_checkpoint`). The copy exists from the
-    first save on (`train.checkpoint_engine.HostCopies`). With a GPU it is pinned.
-    """
+    """Add to a rank the host copy of the data that it saves during training (`--save-async`)."""
     job, record = rank.target.job, rank.record
     if not job.run.save_async or job.run.save_every == "0":
         return rank
+    # At stages 0 to 2, only one data parallel rank saves the parameters. At stage 0, this rank also saves everything
+    # else. At stage 3 the parameters are saved as master weights (`engine.save_checkpoint`).
     stage, saves_parameters = job.layout.zero_stage, saves_parameters or job.layout.dp == 1
     saved = [STATE, MASTER] if stage or saves_parameters else []
     saved += [PARAMETERS] if stage < 3 and saves_parameters else []
+    # The copy exists from the first save on (`train.checkpoint_engine.HostCopies`), so in all steps. With a GPU it is
+    # pinned; on a CPU it is in the device's memory.
     copy = sum(record.kept[kind] for kind in saved)
-    host = {name: size + (copy if name in STEPS else 0) for name, size in record.host_phases.items()}
-    pinned = {**record.host, "pinned": record.host["pinned"] + copy}
     if rank.target.accelerator != "cpu":
+        host = {name: size + (copy if name in STEPS else 0) for name, size in record.host_phases.items()}
+        pinned = {**record.host, "pinned": record.host["pinned"] + copy}
         return replace(rank, record=replace(record, host_phases=host, host=pinned))
-    phases = [_larger(phase, copy) if phase.name in STEPS else phase for phase in record.phases]
-    peaks = [_larger_peak(peak, copy) if peak.phase in STEPS else peak for peak in record.peaks]
+    phases, peaks = list(record.phases), list(record.peaks)
+    for n, phase in enumerate(phases):
+        if phase.name in STEPS:
+            sizes = {name: getattr(phase, name) + copy for name in ("start_bytes", "peak_bytes", "end_bytes")}
+            phases[n] = replace(phase, **sizes)
+    for n, peak in enumerate(peaks):
+        if peak.phase in STEPS:
+            breakdown = {**peak.breakdown, "copy of what is saved": copy}
+            peaks[n] = replace(peak, bytes=peak.bytes + copy, breakdown=breakdown)
     peaks.sort(key=lambda peak: -peak.bytes)
     return replace(rank, record=replace(record, phases=phases, peaks=peaks))
 
 
-def _larger(phase: RankPhase, by: int) -> RankPhase:
-    return replace(
-        phase, start_bytes=phase.start_bytes + by, peak_bytes=phase.peak_bytes + by, end_bytes=phase.end_bytes + by
-    )
-
-
-def _larger_peak(peak: KindPeak, by: int) -> KindPeak:
-    parts = {**peak.breakdown, "copy of what is saved": by}
-    return replace(peak, bytes=peak.bytes + by, breakdown=parts)
-
-
 def _saved_bytes(job: Job, on_cpu: bool) -> list[int]:
-    """Return the bytes that ranks copy to host memory to save the model: a number for rank 0, and one for each stage.
-
-    `EngineTrainer.weights` gathers partitioned modules one at a time, and copies one tensor at a time from a GPU. A
-    pipeline stage copies its part before it writes the part. Rank 0 keeps copies of all adapters, or of all weights if
-    the model is not from transformers (`train.run.save_model`).
-    """
+    """Return the bytes that ranks copy to the host to save the model: of rank 0, then by stage."""
     layout, facts, weights = job.layout, job.facts, job.facts.weight_bytes(job.precision)
+    # Models of transformers are written while they are gathered. Rank 0 keeps copies of all adapters, or of all weights
+    # of another model (`train.run.save_model`).
     streamed = find(job.run.model).family == "transformers"
     if job.run.lora:
         adapters = weights * facts.trained_parameters // facts.parameters
         return [adapters, *[adapters // layout.pp] * layout.pp]
-    if layout.pp > 1:
+    if layout.pp > 1:  # a stage copies its part before it writes the part
         part = weights // layout.pp * (1 if on_cpu else 2)
         return [part if streamed else max(part, weights), *[part] * layout.pp]
+    # `EngineTrainer.weights` gathers partitioned modules one at a time, and copies one tensor at a time from a GPU.
     largest, gathered = weights * facts.largest_parameter // facts.parameters, layout.zero_stage == 3 or layout.tp > 1
     copied = gathered or not on_cpu
     return [(largest if streamed else weights) if copied else 0, largest if gathered else 0]
 
 
 def _with_save(rank: SimulatedRank, saved_bytes: int, on_cpu: bool) -> SimulatedRank:
-    """Return the rank with a phase that saves the model: copies of `saved_bytes` on top of the training state."""
+    """Return the rank with a phase that saves the model, with `saved_bytes` of copies."""
     record = rank.record
     if not on_cpu:
         host = {**record.host_phases, SAVE: record.host_phases["step"] + saved_bytes}
@@ -205,8 +194,11 @@ def _with_save(rank: SimulatedRank, saved_bytes: int, on_cpu: bool) -> Simulated
 def _simulate_or_recall(
     targets: Sequence[SimulationTarget], report: Reporter, *, exact: bool = False
 ) -> list[SimulatedRank | Problem]:
-    """Return the rank of each target, from the cache or simulated now. `exact`: simulate all of its layers."""
-    files = [_file(target) for target in targets]
+    """Return the rank of each target, from the cache or simulated now.
+
+    `exact`: simulate all of its layers.
+    """
+    files = [_record_file(target) for target in targets]
     recalled = [_recall(target, file) for target, file in zip(targets, files, strict=True)]
     ranks: list[SimulatedRank | Problem | None] = [
         rank if rank and not (exact and rank.layers) else None for rank in recalled
@@ -229,25 +221,23 @@ _RECORD = TypeAdapter(RankRecord)
 
 def _recall(target: SimulationTarget, file: Path) -> SimulatedRank | None:
     try:
-        kept = read_json(file)
-        record, layers = shaped(kept["record"], _RECORD), tuple(kept["layers"])
-        return SimulatedRank(target=target, record=record, layers=layers, check_error=kept["check_error"])
+        stored = read_json(file)
+        record, layers = shaped(stored["record"], _RECORD), tuple(stored["layers"])
+        return SimulatedRank(target=target, record=record, layers=layers, check_error=stored["check_error"])
     except (OSError, ValueError, KeyError, TypeError):  # never simulated, or written by another version
         return None
 
 
-def _file(target: SimulationTarget) -> Path:
-    """Return the file of a target's record. Its name depends on everything that affects the record."""
-    plain = target.as_dict()
-    run = {name: value for name, value in plain["job"]["run"].items() if name not in _INDIFFERENT}
-    job = {**plain["job"], "run": run, "steps": None}
+def _record_file(target: SimulationTarget) -> Path:
+    """Return the file of a target's record, whose name depends on all that affects the record."""
+    key = target.as_dict()
+    run = {name: value for name, value in key["job"]["run"].items() if name not in _INDIFFERENT}
+    job = {**key["job"], "run": run, "steps": None}
+    # of the optimizer, only the type affects memory: not its learning rate and the like
     config = {**job["ds_config"], "optimizer": None, "scheduler": None}
+    # the name of a user's own model does not identify its code, but the time of its file's last change does
+    code = Path(*target.job.run.model.partition(":")[0].split(".")).with_suffix(".py")
+    changed_ns = code.stat().st_mtime_ns if target.job.facts.own and code.is_file() else None
     optimizer = get(job["ds_config"], "optimizer.type")
-    plain |= {"job": {**job, "ds_config": config}, "optimizer": optimizer, "own": _own_code(target.job)}
-    return result_file("forecasts", plain)
-
-
-def _own_code(job: Job) -> int | None:
-    """Return when the user's own model file last changed, since the model's name does not identify its code."""
-    path = Path(*job.run.model.partition(":")[0].split(".")).with_suffix(".py")
-    return path.stat().st_mtime_ns if job.facts.own and path.is_file() else None
+    key |= {"job": {**job, "ds_config": config}, "optimizer": optimizer, "own": changed_ns}
+    return result_file("forecasts", key)

@@ -1,9 +1,10 @@
-"""The memory gate: before a start, compare the memory that a job's ranks need with their hosts' free memory."""
+"""Compare the memory that a job's ranks need with their hosts' free memory before a start."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -62,7 +63,7 @@ class HostVerdict:
 
 
 class MemoryGate:
-    """The gate of one run: refuse the run if it does not fit, else reserve its memory until the gate is closed."""
+    """Refuse a run that does not fit, else reserve its memory until the gate is closed."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class MemoryGate:
         hosts: Sequence[Host] | None = None,
         facts: Mapping[str, Facts] | None = None,
     ):
-        """`hosts`: in the order of their ranks; this machine if None. `facts`: what each host reported.
+        """`hosts`: in the order of their ranks; this machine if None. `facts`: hosts' reports.
 
         If `hosts` is given and `facts` is None, only the first host, this machine, is checked. If `facts` is empty,
         no host is checked. `anyway`: warn instead of refusing.
@@ -81,7 +82,7 @@ class MemoryGate:
         self._run: Path | None = None
 
     def __call__(self, request: RunRequest, resolved: ResolvedJob, output: Path) -> MemoryForecast | None:
-        """Return the memory that a rank of this job will need; None, with a note, if it cannot be forecast.
+        """Return the memory that a rank of this job will need; None, with a note, if it is unknown.
 
         An earlier forecast of the same job is reused. `output`: the run folder.
 
@@ -99,6 +100,8 @@ class MemoryGate:
         if forecasts is None:
             self._refuse(problems)
             return None
+        # The simulation takes seconds, in which another run may have started. So the free memory is read again, and
+        # under the lock no other run can reserve it between this reading and our reservation.
         with reservations_locked():
             hosts = self._host_memory(job.layout.world_size, output)
             verdicts = [judge(forecasts, host) for host in hosts]
@@ -185,8 +188,9 @@ class MemoryGate:
             return [memory_here(range(ranks), output)]
         if self._facts is None:
             return [memory_here(range(min(ranks, self._hosts[0].slots)), output)]
-        known = self._hosts if self._facts else ()
-        hosts = [host for host in memory_of_hosts(known, self._facts) if host.ranks.start < ranks]
+        # A job may use fewer ranks than the hosts have slots: the last hosts then run fewer ranks, or none.
+        checked = self._hosts if self._facts else ()
+        hosts = [host for host in memory_of_hosts(checked, self._facts) if host.ranks.start < ranks]
         return [replace(host, ranks=range(host.ranks.start, min(ranks, host.ranks.stop))) for host in hosts]
 
     def _reserve(self, output: Path, forecasts: RankForecasts, job: Job) -> None:
@@ -205,6 +209,7 @@ class MemoryGate:
         if self._anyway:
             return Problem(kind=DOES_NOT_FIT, message=worst.message, where=worst.host.name)
         ranks, host = resolved.job.layout.world_size, worst.host
+        # Changes are simulated as if all hosts had the free memory of the worst host.
         nodes = -(-ranks // len(host.ranks))
         free = replace(cluster, gpus=len(host.ranks), nodes=nodes, host_memory=max(1, host.host_bytes))
         if not cluster.on_cpu and host.gpu_bytes is not None:
@@ -219,10 +224,7 @@ class MemoryGate:
         return Problem(kind=DOES_NOT_FIT, message=worst.message, hint=hint, where=host.name)
 
     def _changes(self, knobs: KnobSimulations) -> str:
-        """Return the changes that would fit, and notes on changes that could not be tried.
-
-        An error here does not hide the refusal.
-        """
+        """Return the changes that would fit, and notes on changes that could not be tried."""
         failures: list[str] = []
 
         def on_event(event: Event) -> None:
@@ -231,6 +233,7 @@ class MemoryGate:
             else:
                 self._report.status(event.text)
 
+        # `optional` turns an error into a note, so that it does not hide the refusal
         rows = optional(lambda: knobs(on_event), (), MAY_FIT, Reporter(on_event))
         fitting = sorted((row for row in rows if row.fits), key=lambda row: -row.reserved_bytes)[:CHANGES]
         changes = "; ".join(f"{row.change} ({shown_bytes(row.reserved_bytes)})" for row in fitting)
@@ -247,7 +250,7 @@ class MemoryGate:
 
 
 def _with_free(cluster: Cluster, hosts: Sequence[HostMemory]) -> Cluster:
-    """Return the cluster with the memory of the host that has the least per rank; unchanged without hosts."""
+    """Return the cluster with the memory of the host that has the least per rank."""
     if not hosts:
         return cluster
     least = min(hosts, key=lambda host: host.host_bytes // len(host.ranks))
@@ -259,7 +262,7 @@ def _with_free(cluster: Cluster, hosts: Sequence[HostMemory]) -> Cluster:
 
 
 def _usable_bytes(job: Job, hosts: Sequence[HostMemory], *, on_cpu: bool) -> int:
-    """Return how much of the hosts' memory a job's layout can use. There is no limit if it offloads to disk."""
+    """Return how much of the hosts' memory a job's layout can use; ANY if it offloads to disk."""
     offloads = {get(job.ds_config, f"zero_optimization.{part}.device") for part in OFFLOADS}
     gpus = [len(host.ranks) * host.gpu_bytes for host in hosts if host.gpu_bytes is not None]
     if "nvme" in offloads or (not on_cpu and len(gpus) < len(hosts)):
@@ -276,7 +279,7 @@ def prepared_for(request: RunRequest, resolved: ResolvedJob, cluster: Cluster) -
 
 
 def judge(forecasts: RankForecasts, host: HostMemory) -> HostVerdict:
-    """Return the verdict for the ranks of one host: for its devices and, with GPUs, for its host memory."""
+    """Return the verdict for the ranks of one host: its devices and, with GPUs, its memory."""
     verdicts = [_device_verdict(forecasts, host)]
     if not forecasts.cluster.on_cpu:
         verdicts.append(_host_verdict(forecasts, host))
@@ -284,10 +287,11 @@ def judge(forecasts: RankForecasts, host: HostMemory) -> HostVerdict:
 
 
 def _device_verdict(forecasts: RankForecasts, host: HostMemory) -> HostVerdict:
-    """Return the verdict on the devices. On a CPU, ranks share the host's memory in proportion to their needs."""
+    """Return the verdict on the devices of one host."""
     simulated = {id(rank): rank for rank in map(forecasts.of, host.ranks)}.values()  # several ranks share a GPU
     cluster, shares = replace(forecasts.cluster, gpus=len(host.ranks), host_memory=ANY), dict[int, int]()
     if forecasts.cluster.on_cpu:
+        # On a CPU, ranks share the host's memory. Each may use a share in proportion to its need.
         total = sum(forecasts.host_need(forecasts.of(rank)) for rank in host.ranks)
         free = max(0, host.host_bytes - CPU_LIBRARY_BYTES)
         shares = {id(rank): max(1, free * forecasts.host_need(rank) // total) for rank in simulated}
@@ -297,30 +301,28 @@ def _device_verdict(forecasts: RankForecasts, host: HostMemory) -> HostVerdict:
     worst = max(assessed, key=severity)
     place = host.place if len(host.ranks) == 1 else f"for each of {len(host.ranks)} ranks {host.place}"
     place += host.reserved_note(on_gpus=not forecasts.cluster.on_cpu)
-    message = f"{_needs(worst)}; {shown_bytes(worst.device_total_bytes)} are free {place}. {worst.because}"
-    return HostVerdict(host=host, word=worst.verdict, message=message, rank=worst.rank)
-
-
-def _needs(worst: Simulation) -> str:
     kind, size = max(worst.breakdown.items(), key=lambda pair: pair[1])
     total = worst.reserved_bytes + sum(part.bytes for part in worst.overheads)
     phase = worst.peak_phase if worst.peak_step < 0 else f"{worst.peak_phase} of step {worst.peak_step + 1}"
-    return f"{worst.run.model} needs {shown_bytes(total)} per rank in {phase} ({shown_bytes(size)} are {kind})"
+    message = (
+        f"{worst.run.model} needs {shown_bytes(total)} per rank in {phase} ({shown_bytes(size)} are {kind}); "
+        f"{shown_bytes(worst.device_total_bytes)} are free {place}. {worst.because}"
+    )
+    return HostVerdict(host=host, word=worst.verdict, message=message, rank=worst.rank)
 
 
 def _host_verdict(forecasts: RankForecasts, host: HostMemory) -> HostVerdict:
-    """Return the verdict on a GPU host's main memory, in the phase in which its ranks need the most."""
-    ranks, phases = [forecasts.of(rank).record for rank in host.ranks], dict[str, int]()
-    for record in ranks:
-        for name, size in record.host_phases.items():
-            phases[name] = phases.get(name, 0) + size
+    """Return the verdict on a GPU host's memory, in the phase in which its ranks need the most."""
+    records, phases = [forecasts.of(rank).record for rank in host.ranks], Counter[str]()
+    for record in records:  # ranks go through the phases together, so the sum per phase counts
+        phases.update(record.host_phases)
     phase, tensors = max(phases.items(), key=lambda pair: pair[1])
-    processes = HOST_PROCESS_BYTES * len(ranks)
-    needed, pinned = tensors + processes, sum(record.host["pinned"] for record in ranks)
+    processes = HOST_PROCESS_BYTES * len(records)
+    needed, pinned = tensors + processes, sum(record.host["pinned"] for record in records)
     word = NOT if needed > host.host_bytes else FITS
     if word == FITS and needed > host.host_bytes * (1 - HOST_RESERVE):
         word = WITHIN
-    model, count = forecasts.first.target.job.run.model, len(ranks)
+    model, count = forecasts.first.target.job.run.model, len(records)
     message = (
         f"{model} needs {shown_bytes(needed)} of host memory in {phase}; {shown_bytes(host.host_bytes)} are free "
         f"{host.place}{host.reserved_note()}. {count} {'rank needs' if count == 1 else 'ranks need'} "
@@ -331,14 +333,14 @@ def _host_verdict(forecasts: RankForecasts, host: HostMemory) -> HostVerdict:
 
 
 def disk_problem(job: Job, output: Path, forecasts: RankForecasts | None) -> Problem | None:
-    """Return a problem if a disk has too little space for the model and a checkpoint, or for offloading."""
+    """Return a problem if a disk is too small for the model and a checkpoint, or for offloading."""
     saved = 0 if job.run.save_every == "0" else job.facts.checkpoint_bytes(job.precision)
     needs = [(output, saved + job.facts.weight_bytes(job.precision))]
-    swapped = sum(forecasts.of(rank).record.nvme_bytes for rank in range(job.layout.world_size)) if forecasts else 0
+    offloaded = sum(forecasts.of(rank).record.nvme_bytes for rank in range(job.layout.world_size)) if forecasts else 0
     for part in OFFLOADS:
         path = get(job.ds_config, f"zero_optimization.{part}.nvme_path")
-        if swapped and path:
-            needs.append((Path(path), swapped))
+        if offloaded and path:
+            needs.append((Path(path), offloaded))
             break
     for path, needed in needs:
         folder = next(parent for parent in (path, *path.absolute().parents) if parent.is_dir())

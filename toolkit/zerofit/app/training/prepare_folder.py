@@ -1,4 +1,4 @@
-"""Find the run folder of a start, write the resolved job into it, and archive leftovers of earlier starts."""
+"""Find the run folder of a start, write the job into it, and archive earlier leftovers."""
 
 from __future__ import annotations
 
@@ -68,13 +68,14 @@ def prepare(
     gate: Gate | None = None,
     fitter: Fitter | None = None,
 ) -> PreparedRun:
-    """Resolve the run, prepare its data, find the checkpoint to resume from and create the run folder.
+    """Resolve the run, find the checkpoint to resume from and create the run folder.
 
     `machine`: the devices of all hosts together; this machine if None. `lock`: locks the run folder before files are
     written into it. `model`: used instead of the run's model. `gate`: forecasts memory. If the run does not fit, the
     gate raises an error before any file is written. `fitter`: chooses the layout if the run requests it.
     Raises UserError with all problems.
     """
+    # If `zerofit launch` starts the ranks again, the command has locked the folder already.
     problems = Problems()
     folder = (lock and lock.folder) or problems.attempt(lambda: find_folder(request.run))
     fit = None
@@ -108,12 +109,15 @@ def prepare(
 
 
 def find_folder(run: Run) -> RunFolder:
-    """Return the run folder: a new or empty folder, one that a start was killed in, or one of a run that may resume.
+    """Return the run folder: new, empty, left by a killed start, or of a run that may resume.
 
     Raises UserError for any other folder.
     """
     if run.output is None:
-        return RunFolder(_new_path(run).absolute())
+        model = Path(run.model.removesuffix("/config.json")).name
+        name = re.sub(r"[^\w.-]+", "-", f"{model}-{run.data or 'default'}").strip("-")[:80]
+        mark = secrets.token_hex(2)  # a sweep starts several runs of a model in the same second
+        return RunFolder((Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{mark}").absolute())
     path = run.output.absolute()
     folder = RunFolder(path)
     names = [entry.name for entry in path.iterdir()] if path.is_dir() else [""] * path.exists()
@@ -130,18 +134,14 @@ def find_folder(run: Run) -> RunFolder:
 
 
 def resuming(request: RunRequest, folder: RunFolder) -> RunRequest:
-    """Return the request for the next start in this folder, which resumes from the newest checkpoint, if any."""
+    """Return the request for the next start in this folder.
+
+    It resumes from the newest checkpoint, if there is one.
+    """
     request = request.updated(output=folder.path)
     if request.run.resume == "never" or Store(folder.checkpoints).entries():
         return request.updated(resume="auto")
     return request
-
-
-def _new_path(run: Run) -> Path:
-    model = Path(run.model.removesuffix("/config.json")).name
-    name = re.sub(r"[^\w.-]+", "-", f"{model}-{run.data or 'default'}").strip("-")[:80]
-    mark = secrets.token_hex(2)  # a sweep starts several runs of a model in the same second
-    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{mark}"
 
 
 def make_ready(folder: RunFolder, start: Start | None) -> list[str]:
@@ -167,17 +167,20 @@ def _cut_metrics(folder: RunFolder, step: int) -> list[str]:
     """Keep the records of steps up to `step` in metrics.jsonl. Move all other lines to logs/."""
     if not folder.metrics.exists():
         return []
-    lines = folder.metrics.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
-    if len(kept) == len(lines):
+    done, undone = list[bytes](), list[bytes]()
+    for line in folder.metrics.read_bytes().splitlines(keepends=True):
+        # a killed rank may leave a last line without its end
+        (done if line.endswith(b"\n") and _step_of(line) <= step else undone).append(line)
+    if not undone:
         return []
     number = 1
-    while (undone := folder.logs / f"metrics-undone-{number}.jsonl").exists():
+    while (archive := folder.logs / f"metrics-undone-{number}.jsonl").exists():
         number += 1
-    undone.write_bytes(b"".join(line for line in lines if not line.endswith(b"\n") or _step_of(line) > step))
+    # The archive is written first, so that no record is lost if this process is killed in between.
+    archive.write_bytes(b"".join(undone))
     with atomic_write(folder.metrics) as file:
-        file.write(b"".join(kept))
-    return [f"moved {len(lines) - len(kept)} records of steps after step {step} to {undone.relative_to(folder.path)}"]
+        file.write(b"".join(done))
+    return [f"moved {len(undone)} records of steps after step {step} to {archive.relative_to(folder.path)}"]
 
 
 def _step_of(line: bytes) -> float:
@@ -187,7 +190,7 @@ def _step_of(line: bytes) -> float:
 
 
 def find_start(job: Job, folder: RunFolder, report: Reporter) -> Start | None:
-    """Find and verify the checkpoint from which this job resumes; None if the job starts at step 1.
+    """Find and verify the checkpoint from which this job resumes; None for a start at step 1.
 
     `report` gets notes about damaged checkpoints and changed settings. Raises UserError if the job cannot resume.
     """
@@ -202,31 +205,31 @@ def find_start(job: Job, folder: RunFolder, report: Reporter) -> Start | None:
         if entry is None:
             report.note(f"no checkpoint in {folder.path} yet: training starts at step 1")
             return None
-    elif not is_own(Path(resume)) and (found := foreign_at(Path(resume).absolute())):
-        return _foreign_start(found, job, report)
+    elif not is_own(Path(resume)) and (foreign := foreign_at(Path(resume).absolute())):
+        return _start_from_foreign(foreign, job, report)
     else:
-        entry = _named(Path(resume).absolute(), report)
+        entry = _named_checkpoint(Path(resume).absolute(), report)
     assert entry.manifest is not None
-    return _start(entry.path, entry.manifest, job, folder, report)
+    return _start_from(entry.path, entry.manifest, job, folder, report)
 
 
 def _newest(checkpoints: Path, report: Reporter) -> CheckpointEntry | None:
     damaged: list[CheckpointEntry] = []
 
-    def passed_over(entry: CheckpointEntry) -> None:
+    def on_damaged(entry: CheckpointEntry) -> None:
         damaged.append(entry)
         first = entry.damage[0]
         report.note(f"skipping damaged checkpoint {entry.path}: {first.file}: {first.kind} {first.message}".rstrip())
 
-    found = Store(checkpoints).newest_complete(passed_over, report.status)
-    if found is None and damaged:
+    newest = Store(checkpoints).newest_complete(on_damaged, report.status)
+    if newest is None and damaged:
         message = f"all checkpoints in {checkpoints} are damaged: {', '.join(e.path.name for e in damaged)}"
         hint = "`zerofit ckpt verify` lists the damage; to start over use --resume never and another --output"
         raise UserError(Problem(kind="checkpoint-damaged", message=message, hint=hint, where=str(checkpoints)))
-    return found
+    return newest
 
 
-def _named(path: Path, report: Reporter) -> CheckpointEntry:
+def _named_checkpoint(path: Path, report: Reporter) -> CheckpointEntry:
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
     if not (path / "manifest.json").exists() and path.is_dir():
@@ -243,40 +246,43 @@ def _named(path: Path, report: Reporter) -> CheckpointEntry:
     return CheckpointEntry(step=manifest.step, path=path, manifest=manifest, damage=[])
 
 
-def _foreign_start(found: Foreign, job: Job, report: Reporter) -> Start:
+def _start_from_foreign(foreign: Foreign, job: Job, report: Reporter) -> Start:
+    """Return the start from a checkpoint of another program. Raises UserError if it does not suit the job."""
     from zerofit.checkpoint.foreign_facts import facts_of, verify_foreign
     from zerofit.checkpoint.full_state import FullState
 
-    if damage := verify_foreign(found, report.status):
-        message = f"{found.path} is damaged: {damage[0].file}: {damage[0].kind} {damage[0].message}".rstrip()
+    if damage := verify_foreign(foreign, report.status):
+        message = f"{foreign.path} is damaged: {damage[0].file}: {damage[0].kind} {damage[0].message}".rstrip()
         hint = "`zerofit ckpt verify` lists all damage; use an older checkpoint"
         raise UserError(Problem(kind="checkpoint-damaged", message=message, hint=hint, where="--resume"))
-    facts, state = facts_of(found), FullState(found.path, run=job.run)
+    facts, state = facts_of(foreign), FullState(foreign.path, run=job.run)
     step, problems = state.counters["global_steps"], Problems()
-    if step >= job.steps:  # without a step, a run has no loss: the files have none
-        message = f"{found.path} is at step {step}, which leaves nothing to train with --steps {job.steps}"
+    # The files contain no loss, so a run that trains no step would have none to report.
+    if step >= job.steps:
+        message = f"{foreign.path} is at step {step}, which leaves nothing to train with --steps {job.steps}"
         problems.add("steps", message, "raise --steps, or resume an older checkpoint", "--steps")
     kinds = {kind for name in state.names for kind in state.kinds(name)}
     entry = of_json(str(job.ds_config.get("optimizer", {}).get("type", "")).lower())
     if "exp_avg" in kinds and (entry is None or entry.name not in ADAMS):
-        message = f"{found.path} has the states of Adam, but this run trains with {job.run.optimizer}"
+        message = f"{foreign.path} has the states of Adam, but this run trains with {job.run.optimizer}"
         problems.add("optimizer", message, "use --optimizer adamw", "--optimizer")
     problems.raise_if_any()
     report.note(f"resuming from {facts.name}")
     for note in state.notes:
-        report.note(f"{found.path}: {note}; the optimizer starts with fresh states")
-    usual = {"betas": [0.9, 0.999]} if "exp_avg_sq" in kinds else {}  # of Adam (deepspeed/ops/adam)
-    for name, ours in (usual | job.ds_config.get("optimizer", {}).get("params", {})).items():
-        theirs = [group.settings[name] for group in state.groups if name in group.settings]
-        theirs = [list(value) if isinstance(value, tuple) else value for value in theirs]
-        if name != "lr" and theirs and ours not in theirs:  # of lr the files have the scheduled value
-            report.note(f"the optimizer's {name} is now {ours} (was {theirs[0]})")
+        report.note(f"{foreign.path}: {note}; the optimizer starts with fresh states")
+    # The groups of the files name all settings of Adam; a run's JSON may leave out those that are Adam's defaults.
+    defaults = {"betas": [0.9, 0.999]} if "exp_avg_sq" in kinds else {}  # of Adam (deepspeed/ops/adam)
+    for name, new in (defaults | job.ds_config.get("optimizer", {}).get("params", {})).items():
+        saved = [group.settings[name] for group in state.groups if name in group.settings]
+        saved = [list(value) if isinstance(value, tuple) else value for value in saved]
+        if name != "lr" and saved and new not in saved:  # of lr the files have the scheduled value
+            report.note(f"the optimizer's {name} is now {new} (was {saved[0]})")
     samples = state.counters["global_samples"] or step * job.batch.total
     report.note(f"the checkpoint has no random states and no sample order: training continues at sample {samples:,}")
-    return Start(checkpoint=str(found.path), step=step, samples=samples, same_layout=False)
+    return Start(checkpoint=str(foreign.path), step=step, samples=samples, same_layout=False)
 
 
-def _start(checkpoint: Path, manifest: Manifest, job: Job, folder: RunFolder, report: Reporter) -> Start:
+def _start_from(checkpoint: Path, manifest: Manifest, job: Job, folder: RunFolder, report: Reporter) -> Start:
     old, new = manifest.job.run.model_dump(mode="json"), job.run.model_dump(mode="json")
     _refuse_another_run(old, job, folder, (*MODEL, *PART_FIELDS))
     problems = obstacles(manifest.job, job)
@@ -292,7 +298,7 @@ def _start(checkpoint: Path, manifest: Manifest, job: Job, folder: RunFolder, re
     if not same:
         report.note(f"the layout changes from {_shown(manifest.job.layout)} to {_shown(job.layout)}")
     was, batch = manifest.job.batch, job.batch
-    # measured shares of the same batch stay valid, so a resume does not measure again
+    # Measured shares of the same batch stay valid, so a resume does not measure again.
     same_batch = batch.limit and (was.limit, was.dp, was.micro) == (batch.limit, batch.dp, batch.micro)
     return Start(
         checkpoint=str(checkpoint),
@@ -305,10 +311,10 @@ def _start(checkpoint: Path, manifest: Manifest, job: Job, folder: RunFolder, re
 
 def _refuse_another_run(old: dict[str, object], job: Job, folder: RunFolder, fields: tuple[str, ...]) -> None:
     new = job.run.model_dump(mode="json")
-    then = Run().model_dump(mode="json") | old  # runs of older versions lack some fields
-    changed = [name for name in fields if then[name] != new[name]]
+    old = Run().model_dump(mode="json") | old  # runs of older versions lack some fields
+    changed = [name for name in fields if old[name] != new[name]]
     if changed:
-        what = ", ".join(f"{flag(name)} was {then[name]}, now {new[name]}" for name in changed)
+        what = ", ".join(f"{flag(name)} was {old[name]}, now {new[name]}" for name in changed)
         message = f"{folder.path} contains another run: {what}"
         hint = "use another --output; `--resume CHECKPOINT --output NEW` trains the checkpoint's weights on other data"
         raise UserError(Problem(kind="output-exists", message=message, hint=hint, where="--output"))

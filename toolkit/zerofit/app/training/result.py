@@ -1,4 +1,4 @@
-"""The end of a run: its result in the run folder, or the error of the rank that failed first."""
+"""The end of a run: its result, or the error of the rank that failed first."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def outcome(
     written = [failure for _, failure in folder.errors() if failure]
     failures = list({failure["rank"]: failure for failure in [*written, *heard]}.values())
     failures.sort(key=lambda failure: failure.get("time_s", 0.0))
-    # losing a peer is a consequence; the cause is the first other failure, or the failure seen from outside
+    # Losing a peer is a consequence. The cause is the first other failure, or the failure seen from outside.
     causes = [failure for failure in failures if failure["problems"][0]["kind"] != "peer-lost"]
     if causes:
         cause = _reported(folder, causes[0])
@@ -129,7 +129,8 @@ def _reported(folder: RunFolder, failure: dict[str, Any]) -> Problem:
 
 
 def _silent_end(folder: RunFolder, code: int) -> Problem:
-    """Explain why ranks ended without a report. The launcher's log has their exit code."""
+    """Explain why ranks ended without a report."""
+    # the launcher appends to its log, and its own exit code may differ from the rank's, which the log contains
     log = folder.logs / "launcher.log"
     text = log.read_text(errors="replace").rpartition(STARTED)[2] if log.exists() else ""
     if -code == signal.SIGKILL or "return code = -9" in text:

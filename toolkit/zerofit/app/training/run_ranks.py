@@ -1,4 +1,4 @@
-"""Start the ranks of a job on their hosts, supervise them to the end, and return their result."""
+"""Start the ranks of a job on their hosts, supervise them, and return their result."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RunEvents:
         self._phase, self._since, self._told = "", time.monotonic(), time.monotonic()
 
     def look(self, ranks: str) -> None:
-        """Report new events. `ranks`: a description of the ranks' state, or "" if it is not worth reporting."""
+        """Report new events. `ranks`: the ranks' state, or "" if it is not worth reporting."""
         if ranks != self._ranks:
             self._ranks = ranks
             self._report.on_event(Event(kind="ranks", text=ranks))
@@ -69,21 +69,15 @@ def metrics_event(record: dict[str, Any], steps: int | None) -> Event:
     shapes = {"loss": "loss {:.4f}", "lr": "lr {:.2e}", rate: f"{{:,.0f}} {rate.removesuffix('_per_s')}/s"}
     shapes["mfu"] = "MFU {:.1%}"
     parts = [shape.format(record[name]) for name, shape in shapes.items() if record.get(name) is not None]
-    parts += [_memory(record)]
+    device_bytes = record.get("reserved_bytes") or record.get("memory_bytes", 0)
+    memories = {"memory": (device_bytes, record.get("forecast_bytes"))}
+    if record.get("forecast_host_bytes"):
+        memories["host"] = record["host_bytes"], record["forecast_host_bytes"]
+    for name, (size, forecast) in memories.items():
+        of_forecast = f" of {forecast / 2**30:.2f} GiB forecast" if forecast else " GiB"
+        parts.append(f"{name} {size / 2**30:.2f}{of_forecast}")
     step, text = record.get("step", 0), "  ".join(parts)
     return Event(kind="metrics", text=f"step {step}: {text}", done=step, total=steps, unit="steps", data=record)
-
-
-def _memory(record: dict[str, object]) -> str:
-    device = record.get("reserved_bytes") or record.get("memory_bytes", 0)
-    pairs = {"memory": (device, record.get("forecast_bytes"))}
-    if record.get("forecast_host_bytes"):
-        pairs["host"] = record["host_bytes"], record["forecast_host_bytes"]
-    shown = []
-    for name, (size, forecast) in pairs.items():
-        of = f" of {forecast / 2**30:.2f} GiB forecast" if forecast else " GiB"
-        shown.append(f"{name} {size / 2**30:.2f}{of}")
-    return "  ".join(shown)
 
 
 def _event_of(line: dict[str, Any]) -> Event | None:

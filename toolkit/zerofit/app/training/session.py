@@ -1,4 +1,4 @@
-"""A session for custom training loops: engine, batches, records and checkpoints inside ranks."""
+"""Run a custom training loop inside ranks: engine, batches, records and checkpoints."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ class Session:
         handle_signals: bool = False,
         anyway: bool = False,
     ):
-        """Set up this rank. With `handle_signals`, SIGTERM and SIGUSR1 ask all ranks to save and stop.
+        """Set up this rank.
 
-        `callbacks`: called by this rank. `anyway`: warn instead of refusing if the free memory is too small for the
-        run.
+        `handle_signals`: SIGTERM and SIGUSR1 ask all ranks to save and stop. `callbacks`: called by this rank.
+        `anyway`: warn instead of refusing if the free memory is too small for the run.
         """
-        self._asked, self._report, self._anyway = as_request(run), Reporter(on_event), anyway
+        self._run_request, self._report, self._anyway = as_request(run), Reporter(on_event), anyway
         self._callbacks, self._handle_signals = callbacks, handle_signals
         self._losses: list[Tensor] = []
         self._rank_run: RankRun | None = None
@@ -110,7 +110,10 @@ class Session:
         return TrainingResult.of(self._rank_run.folder, self._result) if self._rank_run and self._result else None
 
     def _batches(self, run: RankRun) -> Iterator[dict[str, Any]]:
-        """Yield the micro batches of all steps. Record and save between them, and write the result at the end."""
+        """Yield the micro batches of all steps; record and save between the steps.
+
+        Write the result at the end.
+        """
         from zerofit.train.engines import ZeroTrainer
         from zerofit.train.loop import LoopResult
 
@@ -137,10 +140,11 @@ class Session:
         self._locks.close()
 
     def _share_job(self, model: nn.Module | None) -> tuple[Job, RunFolder]:
-        if "RANK" not in os.environ:
+        """Let rank 0 prepare the run, and return its job and folder on all ranks. Raises UserError, DoesNotFit."""
+        if "RANK" not in os.environ:  # plain python
             os.environ.update(ALONE, MASTER_PORT=str(free_port()))
-        here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1")  # torchrun sets the first
-        os.environ.setdefault("LOCAL_SIZE", here)  # read by loaders, which share this host's cores
+        local_size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1")  # torchrun sets the first
+        os.environ.setdefault("LOCAL_SIZE", local_size)  # read by loaders, which share this host's cores
         machine = this_machine()
         os.environ.setdefault("DS_ACCELERATOR", machine.accelerator)  # read when deepspeed is imported
         from zerofit.train.process_group import leave, start
@@ -148,7 +152,8 @@ class Session:
         if not dist.is_initialized():  # otherwise the script has created the process group and has to destroy it
             atexit.register(leave)
         start(timeout=timedelta(minutes=30))
-        found: list[Any] = [None]
+        # Rank 0 sends the path of the folder, or its error, so that no rank waits for a rank that has ended.
+        message: list[Any] = [None]
         if dist.get_rank() == 0:
             machine = replace(machine, devices=max(machine.devices, dist.get_world_size()))
             try:
@@ -157,15 +162,15 @@ class Session:
                 prepared = prepare(self._request(model), self._report, machine, lock, model, gate)
                 for note in make_ready(prepared.folder, prepared.job.start):
                     self._report.note(note)
-                found = [str(prepared.folder.path)]
+                message = [str(prepared.folder.path)]
             except (UserError, DoesNotFit) as error:
                 self._locks.close()  # releases the gate's reservations
-                found = [(type(error), error.problems)]
-        dist.broadcast_object_list(found)
-        if not isinstance(found[0], str):
-            kind, problems = found[0]
+                message = [(type(error), error.problems)]
+        dist.broadcast_object_list(message)
+        if not isinstance(message[0], str):
+            kind, problems = message[0]
             raise kind(*problems)
-        folder = RunFolder(Path(found[0]))
+        folder = RunFolder(Path(message[0]))
         return Job.read(folder), folder
 
     def _gate(self) -> MemoryGate:
@@ -179,16 +184,16 @@ class Session:
 
         Raises UserError for layouts that need another kind of loop.
         """
-        run, problems, world = self._asked.run, Problems(), dist.get_world_size()
+        run, problems, world = self._run_request.run, Problems(), dist.get_world_size()
         if run.ranks not in (None, world):
             message = f"the run sets {run.ranks} ranks, but {world} were started"
-            problems.add("ranks", message, "remove ranks", self._asked.place("ranks"))
+            problems.add("ranks", message, "remove ranks", self._run_request.place("ranks"))
         for field in ("pipeline", "sequence_parallel", "expert_parallel", "micro_batch_by_rank"):
             if getattr(run, field) not in (1, None):
                 message = f"{field} {getattr(run, field)}: a custom loop does not support this layout"
-                problems.add("layout", message, "use `zerofit.train`", self._asked.place(field))
-        if model is None and find_model(self._asked)[1] == "gan":
+                problems.add("layout", message, "use `zerofit.train`", self._run_request.place(field))
+        if model is None and find_model(self._run_request)[1] == "gan":
             problems.add("model-task", f"{run.model} trains two engines", "use `zerofit.train`", "model")
         problems.raise_if_any()
-        asked = self._asked.updated(ranks=world)
-        return asked if model is None else asked.updated(model=f"{type(model).__module__}:{type(model).__name__}")
+        request = self._run_request.updated(ranks=world)
+        return request if model is None else request.updated(model=f"{type(model).__module__}:{type(model).__name__}")

@@ -106,7 +106,7 @@ def claim(
     machine: Machine | None = None,
     hosts: Sequence[Host] = (),
 ) -> tuple[PreparedRun, TrainingResult | None]:
-    """Check a run and prepare its folder. Its memory and folder stay reserved until `stack` closes.
+    """Check a run and prepare its folder. Memory and folder stay reserved until `stack` closes.
 
     `machine`: the devices of all hosts together. `hosts`: the hosts of the ranks, this host first. If the run uses
     only this machine, omit both. If the run is already complete, also return its result.
@@ -132,7 +132,7 @@ def train_at(
     attempt: int = 1,
     handle_signals: bool = False,
 ) -> TrainingResult:
-    """Start the ranks of a prepared job at a site, supervise them to the end, and return their result."""
+    """Start the ranks of a prepared job at a site, supervise them, and return their result."""
     build_ops(needed_ops(prepared.job.ds_config, prepared.machine), site.env(""), report.phase)
     with leaner_next(prepared.folder, site.again):
         result = run_ranks(prepared.folder, site, watch, report, attempt=attempt, handle_signals=handle_signals)
