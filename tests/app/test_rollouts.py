@@ -168,3 +168,12 @@ def test_bad_settings_are_reported_at_once():
         assert run("--method", "grpo", "--global-batch", "48", "--gpus", "4", "--rollout", own)[0] == 2
     # TRL copies the model for its reference, which ZeRO-3 forbids
     assert [run("--method", "online-dpo", "--zero-stage", "3", *more)[0] for more in ((), ("--lora", "8"))] == [2, 0]
+
+
+def test_only_an_engine_that_sleeps_moves_its_weights():
+    pins: Any = {"seq_len": 1024, "precision": "bf16", "zero_stage": 2, "offload": "none"}
+    request = PlanningRequest(model="qwen2.5-0.5b", pins=pins)
+    found = plan_rollouts("grpo", request, Cluster("h100-80gb", gpus=2), {"sleep_level": 1, "vllm_mode": "colocate"})
+    times = {row.name: row.time for row in found.arrangements}
+    assert times["colocate, sleep level 1"].sleep_s > 0
+    assert times["colocate, always awake"].sleep_s == 0

@@ -471,7 +471,9 @@ class _Planner:
             return RolloutTime(
                 generate_s=0.0, logprobs_s=logprobs_s, train_s=train_s, sync_s=0.0, sleep_s=sleep_s, generated_tokens=0
             )
-        if settings.sleep_level == 1:  # the engine's weights go to the host and back
+        if (
+            settings.vllm_enable_sleep_mode and settings.sleep_level == 1
+        ):  # the engine's weights go to the host and back
             sleep_s += 2 * engine.weights / rates.pcie
         prompt = (self.setup.profile.seq_len or 0) - completion
         return RolloutTime(
