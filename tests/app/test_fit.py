@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 import textwrap
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from zerofit.app.clusters.hosts import HostRequest
 from zerofit.app.clusters.restarts import RestartingRun
 from zerofit.app.fitting import fit
 from zerofit.app.fitting.choose import ALIKE, FitSearch, Refused
-from zerofit.app.fitting.options import LayoutOption, decided
+from zerofit.app.fitting.options import LayoutOption, _lean_savings, decided
 from zerofit.app.job.requests import as_request, read_request
 from zerofit.app.training.memory_gate import MemoryGate
 from zerofit.launch.hostfile import Host
@@ -205,6 +207,25 @@ def test_a_rank_that_runs_out_of_memory_gets_a_leaner_layout_from_the_newest_che
     assert not plan["fit"]["ran_out"] and "ran out of memory" in plan["fit"]["why"][3]
     warnings = [event.text for event in told if event.kind == "warning"]
     assert any("out of memory" in text and "restarting from the newest checkpoint" in text for text in warnings)
+
+
+def test_the_command_of_the_hint_runs_in_a_shell(tmp_path):
+    folder = RunFolder(tmp_path / "my run")
+    folder.path.mkdir()
+    choice = FittedLayout(given={}, chosen={"ranks": 1, "global_batch": 8}, why=("",), reserved_bytes=1)
+    folder.plan.write_text(json.dumps({"fit": asdict(choice)}))
+    with pytest.raises(zf.RunFailed) as caught, fit.leaner_next(folder, "zerofit train"):
+        raise zf.RunFailed(zf.Problem(kind=fit.OUT_OF_MEMORY, message="out of memory"))
+    assert shlex.split(caught.value.problem.hint.split("`")[1]) == ["zerofit", "train", str(folder.path)]
+    assert json.loads(folder.plan.read_text())["fit"]["ran_out"]
+
+
+def test_options_that_save_more_memory_keep_the_given_ones():
+    facts = SimpleNamespace(task="causal-lm", own=False, model_type="llama")
+    resolved: Any = SimpleNamespace(job=SimpleNamespace(run=zf.Run(model="llama-tiny"), facts=facts))
+    given = {"activation_offload": True, "loss_chunk": 64}
+    found = _lean_savings(resolved, given, zf.Cluster("l4", gpus=2))
+    assert found and all(savings.activation_offload and savings.loss_chunk == 64 for savings in found)
 
 
 def test_commands_that_start_nothing_refuse_it():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -114,7 +115,7 @@ def leaner_next(folder: RunFolder, again: str) -> Iterator[None]:
             raise
         plan = read_json(folder.plan)  # readable, since `read_choice` has read it
         write_json(folder.plan, {**plan, "fit": asdict(replace(choice, ran_out=True))})
-        hint = f"`{again} {folder.path}` resumes from the newest checkpoint with a smaller layout"
+        hint = f"`{again} {shlex.quote(str(folder.path))}` resumes from the newest checkpoint with a smaller layout"
         raise RunFailed(replace(failure.problem, hint=hint)) from None
 
 
