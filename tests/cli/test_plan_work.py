@@ -128,6 +128,8 @@ def test_all_that_is_wrong_is_said_at_once(stored, tmp_path):
     with pytest.raises(zf.UserError, match="cannot be combined"):
         read_work({"tokens": 3, "samples": 4})
     assert read_work({"tokens": None}) is None
+    work = read_work({"tokens": 1e16, "samples": None})  # str(1e16) is "1e+16"
+    assert work and work.tokens == 1e16
 
 
 def test_from_python(stored):

@@ -15,7 +15,7 @@ from zerofit.spec.files import number_in, read_jsonl
 from zerofit.spec.run_folder import RunFolder
 from zerofit.spec.units import parse_bytes
 
-_COUNT = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbgt]?)\s*", re.IGNORECASE)
+_COUNT = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([kmbgt]?)\s*", re.IGNORECASE)
 _POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _MTBF = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:h?\s*/\s*)?(gpu|node)?\s*")
 FIRST_PHASE = "reading the data"  # first phase of each start in events.jsonl
