@@ -80,8 +80,15 @@ def test_a_layout_that_only_the_margin_excludes_is_simulated_and_joins_the_plan_
     assert close.fit.verdict == close.to_dict()["verdict"] == "close to the limit"
     assert close.memory.peak_bytes <= memory < close.fit.device_bytes
     assert not small.layouts or close.samples_per_s > small.layouts[0].samples_per_s
-    monkeypatch.setattr(confirm, "_simulate", lambda planned, _: simulated(planned.layout == close.layout))
+    looked = []
+
+    def simulate(planned, _):
+        looked.append(planned.layout)
+        return simulated(planned.layout == close.layout)
+
+    monkeypatch.setattr(confirm, "_simulate", simulate)
     found = confirm.confirm(small, 3, Reporter(None))
+    assert looked.count(close.layout) == 1
     assert found.result.layouts[0] is close and close not in found.result.close
     assert found.confirmed[0].fits and not any(one.fits for one in found.confirmed[1:])
     monkeypatch.setattr(confirm, "_simulate", lambda *_: simulated(False))
