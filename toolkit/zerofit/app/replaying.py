@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import shutil
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +42,9 @@ def replay(
     trust_model_code: bool = False,
     on_event: OnEvent | None = None,
 ) -> Replay:
-    """Repeat a run's steps from the checkpoint before `step`, and name the cause of a loss that is not finite.
+    """Repeat a run's steps from the checkpoint before `step`; name the cause of a bad loss.
+
+    The losses are those of the run, since samples, weights and random numbers are.
 
     Args:
         run: the run folder.
@@ -53,7 +54,7 @@ def replay(
         on_event: gets progress.
 
     Raises UserError if the folder has no run or the run has no such step, and RunFailed if ranks fail for another
-    reason. Samples, weights and random numbers are those of the run, so the losses are the same.
+    reason.
 
     >>> import zerofit as zf
     >>> _ = zf.train(zf.Run(model="mlp", data="digits", steps=4, ranks=1, output="runs/healthy"))
@@ -76,12 +77,19 @@ def replay(
     report.note(f"replaying steps {start.step + 1 if start else 1} to {last}")
     target = RunFolder(folder.path / "replay" / f"step-{last}{f'-{precision}' if precision else ''}")
     repeated = _job(job, start, last, precision)
-    ranks = _run(repeated, target, report, on_cpu=precision is not None)
+    shutil.rmtree(target.path, ignore_errors=True)  # of an earlier replay of this step
+    target.logs.mkdir(parents=True)
+    repeated.write(target, repeated.ds_config)
+    machine = replace(this_machine(), accelerator="cpu") if precision else this_machine()
+    site = local_site(repeated, machine)
+    build_ops(needed_ops(repeated.ds_config, machine), site.env(""), report.phase)
+    with closing(Watch("127.0.0.1")) as watch:
+        ranks = run_ranks(target, site, watch, report)["ranks"]
     replayed = _losses(target)
     compared = sorted(replayed.keys() & losses.keys())
-    found = cause_of(ranks, [losses[at] for at in sorted(losses) if at < last] + list(replayed.values())[-1:])
+    result = cause_of(ranks, [losses[at] for at in sorted(losses) if at < last] + list(replayed.values())[-1:])
     return replace(
-        found,
+        result,
         start=start.checkpoint if start else "",
         start_step=start.step if start else 0,
         compared_losses=len(compared),
@@ -117,7 +125,10 @@ def _failed_step(folder: RunFolder, losses: dict[int, float], job: Job) -> int:
 
 
 def _start_before(step: int, folder: RunFolder, job: Job, report: Reporter) -> Start | None:
-    """Return the newest complete checkpoint before a step, else the start of the run. Raises UserError."""
+    """Return the newest complete checkpoint before a step, else the run's start.
+
+    Raises UserError.
+    """
     for entry in reversed([entry for entry in Store(folder.checkpoints).entries() if entry.step < step]):
         try:
             return find_start(replace(job, run=job.run.model_copy(update={"resume": str(entry.path)})), folder, report)
@@ -130,11 +141,12 @@ def _start_before(step: int, folder: RunFolder, job: Job, report: Reporter) -> S
 
 
 def _job(job: Job, start: Start | None, last: int, precision: WidePrecision | None) -> Job:
-    """Return the job of the replay: the run's job or, with `precision`, a job on one CPU in that precision."""
+    """Return the job of the replay: the run's job or, with `precision`, a job on one CPU."""
     run = job.run.model_copy(update=_QUIET)
     job = replace(job, run=run, start=start, forecast=None, fit=None, batch=replace(job.batch, limit=0))
     if precision is None:
         return replace(job, replay=ReplayRequest(step=last))
+    # One rank computes the same global batch in more accumulation steps, without ZeRO.
     grouped = regroup(job.batch, 1, 1)
     assert grouped  # every batch can run on one rank
     _, batch = grouped
@@ -151,14 +163,3 @@ def _job(job: Job, start: Start | None, last: int, precision: WidePrecision | No
         start=replace(start, same_layout=False, shares=()) if start else None,
         replay=ReplayRequest(step=last, double=precision == "fp64"),
     )
-
-
-def _run(job: Job, folder: RunFolder, report: Reporter, on_cpu: bool) -> Sequence[RankFindings]:
-    shutil.rmtree(folder.path, ignore_errors=True)  # of an earlier replay of this step
-    folder.logs.mkdir(parents=True)
-    job.write(folder, job.ds_config)
-    machine = replace(this_machine(), accelerator="cpu") if on_cpu else this_machine()
-    site = local_site(job, machine)
-    build_ops(needed_ops(job.ds_config, machine), site.env(""), report.phase)
-    with closing(Watch("127.0.0.1")) as watch:
-        return run_ranks(folder, site, watch, report)["ranks"]

@@ -1,4 +1,4 @@
-"""The three comparisons: strategies, batch sizes and numbers of ranks. Each row is measured in separate processes."""
+"""Compare strategies, batch sizes and numbers of ranks. Own processes measure each row."""
 
 from __future__ import annotations
 
@@ -52,10 +52,11 @@ def compare_strategies(
     anyway: bool = False,
     on_event: OnEvent | None = None,
 ) -> Comparison[StrategyRow]:
-    """Train a model with every classic strategy on the same samples; compare speed, memory, traffic and weights.
+    """Train a model with every classic strategy on the same samples, and compare the strategies.
 
-    A strategy that fails, does not fit, or cannot run on these devices gets a row with the reason. After a kill, the
-    same call resumes in `run.output` or in a folder named after the comparison.
+    They are compared by speed, memory, traffic and weights. A strategy that fails, does not fit, or cannot run on these
+    devices gets a row with the reason. After a kill, the same call resumes in `run.output` or in a folder named after
+    the comparison.
 
     Args:
         run: the model, data, ranks, global batch, steps and seed; the optimizer is SGD with momentum 0.9.
@@ -102,7 +103,7 @@ def compare_sizes(
     anyway: bool = False,
     on_event: OnEvent | None = None,
 ) -> Comparison[SizeRow]:
-    """Train a model with each batch size for `run.epochs` epochs, and compare which reaches the target first.
+    """Train a model with each batch size, and compare which size reaches the target first.
 
     Args:
         run: the model, data and epochs; `run.lr` is the learning rate of the smallest size.
@@ -136,8 +137,8 @@ def compare_sizes(
 
     def phase(size: int, count: int) -> tuple[int, int, float]:
         """Return epochs, samples per step and learning rate."""
-        times = size / min(sizes)
-        return count, size, job.lr * {"none": 1.0, "linear": times, "sqrt": math.sqrt(times)}[scale_lr]
+        growth = size / min(sizes)
+        return count, size, job.lr * {"none": 1.0, "linear": growth, "sqrt": math.sqrt(growth)}[scale_lr]
 
     last = [phase(*finish)] if finish else []
     rows = []
@@ -162,9 +163,10 @@ def compare_scaling(
     anyway: bool = False,
     on_event: OnEvent | None = None,
 ) -> Comparison[ScalingRow]:
-    """Train with one strategy on 1, 2, 4, ... `run.ranks` ranks: weak scaling (the batch grows) and strong scaling.
+    """Train with one strategy on 1, 2, 4, ... `run.ranks` ranks, and compare the speeds.
 
-    Speed-up and efficiency are relative to one rank of the same strategy.
+    In weak scaling, the batch grows with the ranks; in strong scaling, it stays the same. Speed-up and efficiency are
+    relative to one rank of the same strategy.
 
     Args:
         run: the model, data, ranks, global batch, steps and seed; the optimizer is SGD with momentum 0.9.
@@ -182,7 +184,7 @@ def compare_scaling(
     """
     setup = ComparisonSetup(run, hostfile, on_event)
     named = _named([strategy], "--strategy", setup.problems)
-    chosen = next((candidate for candidate in named if candidate.name == strategy), None)
+    chosen = next((candidate for candidate in named if candidate.name == strategy), None)  # without "single"
     if chosen and (chosen.alone or chosen.one or chosen.least_ranks > 1):
         message, hint = f"{strategy} does not run on every number of ranks", "use ddp, fsdp2 or zero2, for example"
         setup.problems.add("strategy", message, hint, "--strategy")
@@ -246,8 +248,8 @@ class _RowRunner:
         if job.ranks < strategy.least_ranks:
             reason = f"needs {strategy.least_ranks} ranks, got {job.ranks}: use --ranks {strategy.least_ranks}"
             return [{"not_here": reason}]
-        lacks = self._gate.lacks(strategy, job)
-        return [{"does_not_fit": lacks}] if lacks else []
+        shortage = self._gate.lacks(strategy, job)
+        return [{"does_not_fit": shortage}] if shortage else []
 
 
 def _named(names: Sequence[str], option: str, problems: Problems) -> list[Strategy]:

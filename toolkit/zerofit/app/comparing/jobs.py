@@ -1,4 +1,4 @@
-"""Check a run, open its data, and make the job of a comparison. Check whether a strategy's states fit into memory."""
+"""Check a run and make the job of a comparison. Check whether a strategy's states fit."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class ComparisonSetup:
         job = self._job(fields, settings)
         self._check_size(job, batch_option)
         _check_paces(job, problems)
-        found = problems.attempt(lambda: find_model(request))
+        source_and_task = problems.attempt(lambda: find_model(request))
         if request.run.partial:
             message = "comparisons do not support adapters or frozen weights"
             problems.add("conflict", message, "remove --lora, --train and --freeze", str(request.run.model))
         problems.raise_if_any()
-        assert found
-        source, task = found
+        assert source_and_task
+        source, task = source_and_task
         _refuse_task(request.run.model, task, has_accuracy)
         opened = open_model(request, source, task, usual_seq_len=COMPARE_SEQ_LEN, report=self.report)
         assert opened.data
@@ -84,7 +84,7 @@ class ComparisonSetup:
         values |= {"data_root": str(run.data_root)} if run.data_root else {}
         slots = sum(count for _, count in self.hosts)
         defaults = {"strategy": "", "accelerator": machine.accelerator, "ranks": slots or machine.devices}
-        # the run's own values win over the defaults of this machine, and the comparison's settings over both
+        # The run's own values win over the defaults of this machine, and the comparison's settings over both.
         return CompareJob(hosts=self.hosts, **{**defaults, **values, **settings})
 
     def _check_size(self, job: CompareJob, batch_option: str) -> None:
@@ -103,7 +103,7 @@ class ComparisonSetup:
             problems.add("ranks", f"{job.ranks} ranks, but {machine.devices} GPUs", f"use {machine.devices}", "--ranks")
 
     def check_counts(self, job: CompareJob) -> None:
-        """Raise UserError if one of the tried numbers of ranks (see `rank_counts`) does not divide the batch."""
+        """Raise UserError if a tried number of ranks (see `rank_counts`) does not divide the batch."""
         for count in rank_counts(job.ranks):
             if job.global_batch % count:
                 message = f"--global-batch {job.global_batch} cannot be split evenly over {count} ranks"
@@ -159,16 +159,17 @@ class StateGate:
         if self.anyway or job.hosts:  # other hosts' memory is unknown
             return None
         ranks = 1 if strategy.one else job.ranks
-        room, state = memory_here(range(ranks), self.folder), STATE_BYTES * self.parameters
+        memory, state = memory_here(range(ranks), self.folder), STATE_BYTES * self.parameters
         if job.accelerator == "cuda":
-            needed, free = state if strategy.replicas else state // ranks, room.gpu_bytes
-            place, beside = f"on each of {ranks} GPUs", ""
+            needed, free = state if strategy.replicas else state // ranks, memory.gpu_bytes
+            place, processes_words = f"on each of {ranks} GPUs", ""
         else:
             processes = strategy.processes(job.ranks)
-            own = CPU_PROCESS_LOW_BYTES * processes + CPU_LIBRARY_BYTES
-            needed, free = own + state * (processes if strategy.replicas else 1), room.host_bytes
-            place, beside = room.place, f", including {shown_bytes(own)} for {processes} processes"
+            processes_bytes = CPU_PROCESS_LOW_BYTES * processes + CPU_LIBRARY_BYTES
+            needed = processes_bytes + state * (processes if strategy.replicas else 1)
+            free, place = memory.host_bytes, memory.place
+            processes_words = f", including {shown_bytes(processes_bytes)} for {processes} processes"
         if free is None or needed <= free:
             return None
-        words = f"weights, gradients and momentum need at least {shown_bytes(needed)}{beside}"
+        words = f"weights, gradients and momentum need at least {shown_bytes(needed)}{processes_words}"
         return f"does not fit: {words}; {shown_bytes(free)} free {place} (--anyway starts it anyway)"

@@ -1,4 +1,4 @@
-"""The laboratory: every experiment with one model, each in its own folder, and one page about all experiments."""
+"""Run every experiment with one model, each in its own folder, and write one page about all."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ class Laboratory:
     def to_dict(self) -> dict[str, Any]:
         """Return the data that `zerofit compare all --json` prints."""
         experiments = [
-            {"name": one.name, "question": one.question, "command": command, **compared.to_dict()}
-            for one, command, compared in self.experiments
+            {"name": experiment.name, "question": experiment.question, "command": command, **compared.to_dict()}
+            for experiment, command, compared in self.experiments
         ]
         return {"kind": "all", "experiments": experiments, "written": list(self.written)}
 
 
 def experiments(job: CompareJob, samples: int, epochs: int, seeds: int, target: float) -> Iterator[Experiment]:
-    """Yield all experiments, sized by the job's ranks, batch and learning rate, and by `samples` training samples."""
+    """Yield all experiments, sized by the job and by `samples`, the number of training samples."""
     counts = rank_counts(job.ranks)
     steps = {"global_batch": job.global_batch, "steps": job.steps, "lr": job.lr}
     for ranks in counts:
@@ -75,13 +75,13 @@ def experiments(job: CompareJob, samples: int, epochs: int, seeds: int, target: 
     question = "How far does data parallelism scale, with a growing batch and with a fixed one?"
     yield Experiment(name="scaling", question=question, kind="scaling", options={"ranks": job.ranks, **steps})
     study = {"target": target, "seeds": seeds, "epochs": epochs}
-    # powers of four up to all samples: the number of steps dominates at one end, the number of epochs at the other
+    # Powers of four up to all samples: the number of steps dominates at one end, the number of epochs at the other.
     sizes = [4**n for n in range(samples.bit_length()) if 4**n < samples] + [samples]
     rules = {"none": ("a fixed", 1.0), "linear": ("a proportional", 1.0 / job.global_batch)}
     rules["sqrt"] = ("a square-root", job.global_batch**-0.5)
-    for rule, (words, times) in rules.items():  # all equal the job's learning rate at the job's batch
+    for rule, (words, factor) in rules.items():  # all equal the job's learning rate at the job's batch
         question = f"Which batch size reaches the target first, with {words} learning rate?"
-        options = {"sizes": sizes, "scale_lr": rule, "lr": job.lr * times, **study}
+        options = {"sizes": sizes, "scale_lr": rule, "lr": job.lr * factor, **study}
         yield Experiment(name=f"batch-size-{rule}", question=question, kind="batch-size", options=options)
     larger = [size for size in sizes if size > LAST_SIZE]
     last = max(1, epochs // LAST_SHARE)
@@ -138,7 +138,7 @@ def compare_all(
         setup.report.status(f"{experiment.name}: {experiment.question}")
         folder = store.folder_of(experiment.name)
         done.append(conduct(experiment, folder, common, shared, anyway=anyway, on_event=on_event))
-    sections = [_section(experiment, store.folder_of(experiment.experiment.name)) for experiment in done]
+    sections = [_section(finished, store.folder_of(finished.experiment.name)) for finished in done]
     devices = "GPUs" if job.accelerator == "cuda" else "CPU ranks"
     title = f"{job.model} on {job.data}: up to {job.ranks} {devices}, seed {job.seed}"
     return Laboratory(experiments=done, written=[str(write_laboratory(store.folder, title, sections))])
@@ -161,7 +161,10 @@ def conduct(
     shared: Mapping[str, object] | None = None,
     **how: object,
 ) -> Done:
-    """Run one experiment in a folder. `common`: fields of the run. `shared` and `how`: options of the comparison."""
+    """Run one experiment in a folder.
+
+    `common`: fields of the run. `shared` and `how`: options of the comparison.
+    """
     shared = shared or {}
     of_run = {name: value for name, value in experiment.options.items() if name in Run.model_fields}
     options = {name: value for name, value in experiment.options.items() if name not in of_run}
@@ -179,7 +182,7 @@ def command(experiment: Experiment, common: Mapping[str, object]) -> str:
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:
-    """Return command-line arguments for the fields of a run and the options: the model first, then the flags."""
+    """Return command-line arguments for fields and options: the model first, then the flags."""
     words = [options["model"]]
     for name, value in options.items():
         if name != "model":

@@ -18,7 +18,7 @@ from zerofit.launch.host import environment, interface_to
 from zerofit.spec.local_machine import usable_cores
 
 # prefixes of environment variables to pass on
-KEPT = ("ZEROFIT_", "HF_", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "TOKENIZERS_", "CUDA_")
+FORWARDED = ("ZEROFIT_", "HF_", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "TOKENIZERS_", "CUDA_")
 
 
 def order(folder: Path, accelerator: str, slots: int, variables: Mapping[str, str]) -> bytes:
@@ -26,13 +26,13 @@ def order(folder: Path, accelerator: str, slots: int, variables: Mapping[str, st
 
     `slots`: ranks on its host. `variables`: the environment of this rank only.
     """
-    forwarded = {name: value for name, value in os.environ.items() if name.startswith(KEPT)}
+    forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
     env = forwarded | dict(variables)
     return json.dumps({"folder": str(folder), "accelerator": accelerator, "slots": slots, "env": env}).encode() + b"\n"
 
 
 def main() -> NoReturn:
-    """Read the first input line, and set the environment from it. Then measure the row as one of its ranks."""
+    """Set the environment from the first input line, then measure the row as one of its ranks."""
     instructions = json.loads(sys.stdin.readline())
     folder, forwarded = Path(instructions["folder"]), instructions["env"]
     if not (folder / "job.json").is_file():

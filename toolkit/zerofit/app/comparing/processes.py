@@ -1,4 +1,4 @@
-"""The processes that measure one row. They start and stop together, and each writes a report."""
+"""The processes that measure one row. They start and stop together; each writes a report."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from zerofit.launch.local import free_port
 from zerofit.spec.local_machine import usable_cores
 from zerofit.spec.server_process import ServerProcess
 
+# A row's processes are forked from one server (`rank_server`), which has imported torch once. On other hosts each
+# process is started over ssh (`on_host`).
 SERVER = "zerofit.app.comparing.rank_server"
 ON_HOST = "zerofit.app.comparing.on_host"
-# A row's processes are forked from one server (`rank_server`), which has imported torch once. On other hosts each
-# process is started over ssh.
 POLL_S = 0.1
 GRACE_S = 10.0  # time for the other processes after one has failed
 SILENT_S = 300.0  # limit without a step
@@ -80,7 +80,7 @@ _SERVER: ContextVar[RankServer | None] = ContextVar("server", default=None)
 
 @contextmanager
 def one_server() -> Iterator[None]:
-    """Fork all ranks that start in this block from one server process. Nested blocks share the server."""
+    """Fork all ranks that start in this block from one process. Nested blocks share it."""
     if _SERVER.get() is not None:
         yield
         return
@@ -94,7 +94,10 @@ def one_server() -> Iterator[None]:
 
 
 def start_rank(folder: Path, env: Mapping[str, str], log: Path) -> Rank:
-    """Start a rank of the job in `folder` with the environment `env`. Call this inside a `one_server` block."""
+    """Start a rank of the job in `folder`. Call this inside a `one_server` block.
+
+    `env`: its environment. `log`: the file for its output.
+    """
     server = _SERVER.get()
     assert server
     return server.start(str(folder), dict(env), str(log))
@@ -104,7 +107,10 @@ Process = subprocess.Popen[bytes] | Rank
 
 
 def run_job(job: CompareJob, folder: Path, show: Callable[[str], None]) -> list[RankReport]:
-    """Run the processes of a job, with logs in `folder`. Return each process's measurements, or why it has none."""
+    """Run the processes of a job; return their measurements, or why a process has none.
+
+    `folder`: for their logs and reports.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for file in (*folder.glob("rank-*.json"), folder / "done"):
         file.unlink(missing_ok=True)
@@ -133,11 +139,13 @@ def _started(job: CompareJob, folder: Path) -> Iterator[list[Process]]:
 
 
 def _start(job: CompareJob, folder: Path, rank: int, own: dict[str, str]) -> Process:
-    """Start one process here, or over ssh on its rank's host. A parameter server runs on the last rank's host."""
+    """Start one process here, or over ssh on its rank's host."""
     log = folder / f"rank-{rank}.log"
     if not job.hosts:
         log.write_bytes(b"")
         return start_rank(folder, environment(job.accelerator, usable_cores(), job.ranks) | own, log)
+    # Ranks fill the slots of the hosts in order. A parameter server, which has the last number, runs on the last
+    # rank's host.
     places = [(name, number, slots) for name, slots in job.hosts for number in range(slots)][: job.ranks]
     name, number, slots = places[min(rank, len(places) - 1)]
     with log.open("wb") as file:
@@ -150,27 +158,31 @@ def _start(job: CompareJob, folder: Path, rank: int, own: dict[str, str]) -> Pro
 
 
 def _wait(running: list[Process], folder: Path, show: Callable[[str], None]) -> bool:
-    """Wait until all processes have ended, or for the grace period after a failure. Return True if progress stopped."""
-    began = moved = time.monotonic()
-    done, deadline = "", float("inf")
+    """Wait until all processes have ended, or for the grace period after a failure.
+
+    Return True if progress stopped.
+    """
+    began = changed = time.monotonic()
+    shown, deadline = "", float("inf")
     while any(process.poll() is None for process in running):
         now = time.monotonic()
         if any(process.poll() for process in running):
             deadline = min(deadline, now + GRACE_S)
-        current = (folder / "done").read_text() if (folder / "done").exists() else ""
-        done, moved = (current, now) if current != done else (done, moved)
+        progress = (folder / "done").read_text() if (folder / "done").exists() else ""
+        if progress != shown:
+            shown, changed = progress, now
         if now > deadline:
             return False
         # A deadlock of a strategy is a result, too: its row fails, and the comparison continues.
-        if now - moved > SILENT_S:
+        if now - changed > SILENT_S:
             return True
-        show(done if done else f"starting ({now - began:.0f} s)")
+        show(progress or f"starting ({now - began:.0f} s)")
         time.sleep(POLL_S)
     return False
 
 
 def _report(folder: Path, rank: int, code: int | None, late: bool) -> RankReport:
-    """Return the report of a process, or how it ended. `code` is None if this command killed the process."""
+    """Return the report of a process, or how it ended (`code` None: this command killed it)."""
     file = folder / f"rank-{rank}.json"
     if file.exists():
         return json.loads(file.read_text(encoding="utf-8"))

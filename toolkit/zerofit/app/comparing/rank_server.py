@@ -1,8 +1,9 @@
-"""The process from which a comparison's ranks on this machine are forked (`spec.server_process`).
+"""The process from which a comparison's ranks on this machine are forked.
 
-This server imports only what every rank needs before the rank first measures its memory. Each rank then imports what
-its strategy needs. Requests and answers are lines of JSON. {"start": [folder, environment, log]} returns a process id.
-{"poll": id} returns the exit code, or null while the rank runs. {"end": id} kills the rank and returns its exit code.
+This server (`spec.server_process`) imports only what every rank needs before the rank first measures its memory. Each
+rank then imports what its strategy needs. Requests and answers are lines of JSON. {"start": [folder, environment, log]}
+returns a process id. {"poll": id} returns the exit code, or null while the rank runs. {"end": id} kills the rank and
+returns its exit code.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -26,33 +27,30 @@ Pages = list[tuple[int, int]]
 
 
 def serve() -> None:
-    """Answer requests until standard input is closed; the kernel then ends the ranks with this process."""
+    """Answer requests until standard input is closed. The ranks end with this process."""
     answers = os.dup(1)
     os.dup2(2, 1)  # keep prints of libraries out of the answers
     # Forked ranks share this process's memory until they write to it. So a rank's growth is its own memory, and starts
     # are fast.
     gc.freeze()  # otherwise each rank's garbage collector would write to shared pages, which copies them
-    pages = mapped_pages()
+    server, pages = os.getpid(), mapped_pages()
     for line in sys.stdin:
-        os.write(answers, f"{json.dumps(_answer(json.loads(line), pages))}\n".encode())
-
-
-def _answer(request: dict[str, Any], pages: Pages) -> int | None:
-    match request:
-        case {"start": [folder, env, log]}:
-            server = os.getpid()
-            return os.fork() or _rank(server, Path(folder), env, log, pages)
-        case {"poll": pid}:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            return os.waitstatus_to_exitcode(status) if ended else None
-        case {"end": pid}:
-            os.kill(pid, signal.SIGKILL)
-            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    raise ValueError(request)
+        match json.loads(line):
+            case {"start": [folder, env, log]}:
+                answer = os.fork() or _rank(server, Path(folder), env, log, pages)
+            case {"poll": pid}:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                answer = os.waitstatus_to_exitcode(status) if ended else None
+            case {"end": pid}:
+                os.kill(pid, signal.SIGKILL)
+                answer = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            case request:
+                raise ValueError(request)
+        os.write(answers, f"{json.dumps(answer)}\n".encode())
 
 
 def _rank(server: int, folder: Path, env: dict[str, str], log: str, pages: Pages) -> NoReturn:
-    """Run a rank as if started by its own command line: with this environment, this log and no input."""
+    """Run a rank as if its own command line had started it, with this environment and log."""
     try:
         end_with_parent(server)
         for stream, path in enumerate((os.devnull, log, log)):

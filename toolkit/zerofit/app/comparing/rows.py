@@ -1,4 +1,4 @@
-"""Rows of a comparison: their measurements, and their files, from which a killed comparison resumes."""
+"""Rows of a comparison: their measurements, and the files from which a comparison resumes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Row:
     status: Status
     reason: str | None = None  # set if the row is not "ok"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the row as `--json` prints it: figures first, then status and reason."""
         data = asdict(self)
         for name in ("status", "reason"):
@@ -94,7 +94,7 @@ class ScalingRow(StrategyRow):
 
 @dataclass(frozen=True, kw_only=True)
 class SizeRow(Row):
-    """One batch size with one seed. Figures are None if the row was not measured or did not reach the target."""
+    """One batch size with one seed. Figures are None if they were not measured or not reached."""
 
     batch_size: int
     seed: int
@@ -172,7 +172,7 @@ class RowStore:
         return self.folder / "rows" / name
 
     def load(self, name: str, kind: type[AnyRow]) -> AnyRow | None:
-        """Return a row measured before; None if there is no such row, or if it failed or did not fit."""
+        """Return a row measured before; None if there is none, or if it failed or did not fit."""
         file = self.folder / "rows" / f"{name}.json"
         if not file.exists():
             return None
@@ -188,7 +188,7 @@ class RowStore:
 
 
 def strategy_row(strategy: Strategy, job: CompareJob, reports: Sequence[RankReport], seconds: float) -> StrategyRow:
-    """Return a strategy's row from the reports of its processes, without `speedup` and `efficiency`."""
+    """Return a strategy's row from its processes' reports, without `speedup` and `efficiency`."""
     status, reason = status_of(reports)
     row = StrategyRow(
         strategy=strategy.name,
@@ -209,10 +209,15 @@ def strategy_row(strategy: Strategy, job: CompareJob, reports: Sequence[RankRepo
     tokens = timed[0]["tokens_a_sample"]
     sent = None
     if all(report["sent_bytes"] is not None for report in timed):
-        # a server counts no steps; its workers count the bytes that it sends
+        # A server counts no steps, so it has no seconds here. Its workers count the bytes that it sends.
         sent = sum(report["sent_bytes"] + bool(strategy.servers) * report["received_bytes"] for report in timed)
-    judged = next(report for report in reports if "loss" in report)
-    difference = judged.get("max_weight_difference")
+    evaluation = next(report for report in reports if "loss" in report)  # of the rank that evaluates
+    difference = evaluation.get("max_weight_difference")
+    curve = next((report["curve"] for report in reports if "curve" in report), None)
+    progress = {}
+    if curve is not None and job.target is not None:
+        reached = (point["seconds"] for point in curve if (point["accuracy"] or 0.0) >= job.target)
+        progress = {"curve": curve, "seconds_to_target": next(reached, None)}
     return replace(
         row,
         samples_per_s=samples_per_s,
@@ -220,33 +225,25 @@ def strategy_row(strategy: Strategy, job: CompareJob, reports: Sequence[RankRepo
         peak_bytes_per_rank=max(report["peak_bytes"] for report in reports),
         host_bytes_per_rank=max(report["host_bytes"] for report in reports),
         comm_bytes_per_step=None if sent is None else sent / steps,
-        loss=judged["loss"],
-        accuracy=judged["accuracy"],
+        loss=evaluation["loss"],
+        accuracy=evaluation["accuracy"],
         max_weight_difference=difference,
-        batch_norm=judged["batch_norm"],
+        batch_norm=evaluation["batch_norm"],
         agrees=difference <= AGREES if strategy.synchronous and difference is not None else None,
         staleness=next((report["staleness"] for report in reports if "staleness" in report), None),
         dropped=next((report["dropped"] for report in reports if "dropped" in report), None),
-        **_on_the_way(reports, job.target),
+        **progress,
     )
-
-
-def _on_the_way(reports: Sequence[RankReport], target: float | None) -> dict[str, object]:
-    curve = next((report["curve"] for report in reports if "curve" in report), None)
-    if curve is None or target is None:
-        return {}
-    reached = (point["seconds"] for point in curve if (point["accuracy"] or 0.0) >= target)
-    return {"curve": curve, "seconds_to_target": next(reached, None)}
 
 
 def size_row(job: CompareJob, reports: Sequence[RankReport]) -> SizeRow:
     """Return the row of one batch size and seed from the report of its process."""
     status, reason = status_of(reports)
-    of = {"batch_size": job.global_batch, "seed": job.seed, "lr": job.lr, "ranks": job.ranks}
-    row = SizeRow(**of, status=status, reason=reason)
-    return (
-        replace(row, **curve_figures(reports[0]["curve"], job.target or 1.0), **reports[0]) if status == "ok" else row
-    )
+    settings = {"batch_size": job.global_batch, "seed": job.seed, "lr": job.lr, "ranks": job.ranks}
+    row = SizeRow(**settings, status=status, reason=reason)
+    if status != "ok":
+        return row
+    return replace(row, **curve_figures(reports[0]["curve"], job.target or 1.0), **reports[0])
 
 
 def curve_figures(curve: Sequence[dict[str, Any]], target: float) -> dict[str, object]:
@@ -271,11 +268,10 @@ def curve_figures(curve: Sequence[dict[str, Any]], target: float) -> dict[str, o
 
 
 def critical_batch(summary: Sequence[SizeSummary]) -> float | None:
-    """Return the batch size at which training needs twice the minimum of samples; None if there are too few data.
+    """Return the batch size at which training needs twice the minimum of samples, by a fit.
 
-    Training with batch size B needs E = E_min (1 + B / B_crit) samples to reach the target. The source is McCandlish,
-    Kaplan, Amodei and others 2018, equation 2.7 with S = E / B. A least-squares fit finds E_min and
-    B_crit. Its errors are relative, so all sizes have equal weight.
+    None if there are too few data. The source is McCandlish, Kaplan, Amodei and others 2018, equation 2.7 with
+    S = E / B: training with batch size B needs E = E_min (1 + B / B_crit) samples to reach the target.
     """
     points = [(size.batch_size, size.samples_to_target[0]) for size in summary if size.samples_to_target]
     if len(points) < 3:
@@ -310,19 +306,13 @@ def summarize_sizes(rows: Sequence[SizeRow]) -> list[SizeSummary]:
 
 
 def _spread(figures: Sequence[float | None]) -> list[float] | None:
+    """Return median, minimum and maximum of the figures that were measured."""
     measured = [value for value in figures if value is not None]
     return [statistics.median(measured), min(measured), max(measured)] if measured else None
 
 
-def _shown_spread(figures: Sequence[float] | None, form: str) -> str:
-    return "-" if figures is None else "{0:{3}} ({1:{3}} to {2:{3}})".format(*figures, form)
-
-
 def status_of(reports: Sequence[RankReport]) -> tuple[Status, str | None]:
-    """Return the status of a row, and the reason if the row has no figures.
-
-    If several processes failed, the one that reports a cause decides: the others may have failed only because of it.
-    """
+    """Return the status of a row, and the reason if the row has no figures."""
     # One rank's failure makes all others fail in their next collective, so the cause is the report that names a
     # reason.
     order: tuple[tuple[str, Status], ...] = (
@@ -398,17 +388,20 @@ class Comparison(Generic[AnyRow]):
             return self.table()
         target = f"{self.about['target']:.1%}"
         names = ["batch size", f"reached {target}", "seconds to target", "samples to target", "final accuracy"]
+        names += ["test accuracy", "noise scale"]
         rows = []
         for size in self.summary:
-            figures = [
+            row = [str(size.batch_size), f"{size.reached} of {size.runs}"]
+            for spread, form in (
                 (size.seconds_to_target, ".1f"),
                 (size.samples_to_target, ",.0f"),
                 (size.final_accuracy, ".1%"),
-            ]
-            figures += [(size.test_accuracy, ".1%"), (size.noise_scale, ",.0f")]
-            first = [str(size.batch_size), f"{size.reached} of {size.runs}"]
-            rows.append(first + [_shown_spread(figure, form) for figure, form in figures])
-        return [*names, "test accuracy", "noise scale"], rows
+                (size.test_accuracy, ".1%"),
+                (size.noise_scale, ",.0f"),
+            ):
+                row.append("-" if spread is None else "{0:{3}} ({1:{3}} to {2:{3}})".format(*spread, form))
+            rows.append(row)
+        return names, rows
 
     def page_table(self) -> tuple[list[str], list[list[str]]]:
         """Return the table for a page about several comparisons.
@@ -433,7 +426,7 @@ class Comparison(Generic[AnyRow]):
         draw(self.kind, self.about, [row.to_dict() for row in self.rows], Path(path))
 
     def write(self, folder: Path) -> Comparison[AnyRow]:
-        """Write results.json, a CSV, a picture and a page; return the comparison with their paths in `written`."""
+        """Write results.json, a CSV, a picture and a page; return the comparison with their paths."""
         return replace(self, written=write_comparison(folder, self.to_dict()))
 
     def _repr_html_(self) -> str:

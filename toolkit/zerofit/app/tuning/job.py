@@ -34,7 +34,7 @@ from zerofit.spec.run_folder import Job
 from zerofit.tune.trial import Candidate
 
 FLAG = (bool,)
-# type of each knob's values; precision, global_batch and compile stay as in the run unless the space names them
+# Type of each knob's values. Precision, global_batch and compile stay as in the run unless the space names them.
 KNOBS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("zero_stage", "micro_batch", "gradient_accumulation_steps", "tp", "pp", "sp", "ep"), (int,)),
     **dict.fromkeys(("bucket_elements", "prefetch_elements", "persistence_elements"), (int,)),
@@ -59,25 +59,23 @@ def read_space(space: Path | str | Mapping[str, object]) -> dict[str, list[Any]]
     """
     place = "space" if isinstance(space, Mapping) else str(space)
     problems, allowed = Problems(), dict[str, list[Any]]()
-    for key, value in (space if isinstance(space, Mapping) else _parse(Path(space))).items():
+    if not isinstance(space, Mapping):
+        hint = "write lines like `zero_stage: [1, 2]`"
+        space = read_own_values(Path(space), kind="space", hint=hint, where="--space")
+    for key, value in space.items():
         if key not in KNOBS:
             problems.add("unknown-key", f"unknown knob {key!r}", nearest(str(key), KNOBS), place)
             continue
         allowed[key] = list(value) if isinstance(value, list | tuple) else [value]
         for value in allowed[key]:
-            _check(key, value, place, problems)
+            _check_value(key, value, place, problems)
     problems.raise_if_any()
     return allowed
 
 
-def _parse(path: Path) -> dict[Any, Any]:
-    hint = "write lines like `zero_stage: [1, 2]`"
-    return read_own_values(path, kind="space", hint=hint, where="--space")
-
-
-def _check(key: str, value: Any, place: str, problems: Problems) -> None:
+def _check_value(key: str, value: Any, place: str, problems: Problems) -> None:
     kinds = KNOBS[key]
-    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds != FLAG):
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds != FLAG):  # True is an int, too
         words = {int: "an integer", bool: "true or false", str: "a word"}[kinds[0]]
         problems.add("space", f"{key}: {value!r} is not {words}", f"write {key}: [value, value]", place)
     elif key == "global_batch" and value < 1:
@@ -100,7 +98,7 @@ class TrialHosts:
 
     @classmethod
     def of(cls, hosts: Path | str | TrialHosts | None) -> TrialHosts:
-        """Return the hosts of a hostfile. Without a hostfile, trials run on this machine. Raises UserError."""
+        """Return the hosts of a hostfile; without one, trials run on this machine. Raises UserError."""
         if isinstance(hosts, str | Path):
             return cls(hosts=read_hostfile(Path(hosts)), flags=(f"--hostfile={hosts}",))
         return hosts or cls(hosts=(), flags=())
@@ -126,13 +124,14 @@ def _forecast(
     degrees = {"tp": run.tensor_parallel, "pp": run.stages, "sp": run.sequence_parallel, "ep": run.expert_parallel}
     fixed: dict[str, Any] = {name: degree for name, degree in degrees.items() if degree > 1}
     fixed |= {"keep": {"optimizer": PlannedLayout.of(job).optimizer}, "schedule": run.pipeline_schedule, "every": True}
+    # If trials may turn compilation on and off, forecasts are for runs without it. Then they are comparable.
     software = replace(Software.of(dict(run)), compile=run.compile and "compile" not in allowed)
     candidates, considered = list[Candidate](), 0
     for (precision, profile), batch in product(profiles.items(), allowed.get("global_batch") or [job.batch.total]):
         request = PlanRequest(precision=precision, global_batch=batch, software=software, **fixed)
-        found = search(profile, cluster, request, forecast_of(profile, cluster), calibration, top=ALL)
-        considered += found.considered
-        for ranked, compiled in product(found.layouts, allowed.get("compile") or [run.compile]):
+        result = search(profile, cluster, request, forecast_of(profile, cluster), calibration, top=ALL)
+        considered += result.considered
+        for ranked, compiled in product(result.layouts, allowed.get("compile") or [run.compile]):
             forecast = {"forecast_step_s": ranked.time.step_s, "peak_bytes": ranked.memory.peak_bytes}
             candidates.append(Candidate(layout=ranked.layout, compiled=compiled, **forecast))
     return candidates, considered
@@ -162,18 +161,21 @@ class TuneJob:
         anyway: bool = False,
         report: Reporter | None = None,
     ) -> TuneJob:
-        """Check the run, trace its model and forecast every configuration. Raises UserError and ModelError."""
-        report, on = report or Reporter(), TrialHosts.of(hosts)
+        """Check the run, trace its model and forecast every configuration.
+
+        Raises UserError and ModelError.
+        """
+        report, trial_hosts = report or Reporter(), TrialHosts.of(hosts)
         _refuse_untried(request)
         allowed = read_space(space) if space else {}
-        machine = machine_of(on.hosts, None) if on.hosts else None
+        machine = machine_of(trial_hosts.hosts, None) if trial_hosts.hosts else None
         resolved = resolve_job(request, machine=machine, report=report)
         job, run = resolved.job, resolved.job.run
-        used = filled(on.hosts, job.layout.world_size) if on.hosts else ()
+        used = filled(trial_hosts.hosts, job.layout.world_size) if trial_hosts.hosts else ()
         cluster = cluster_of(job.layout.world_size, used)
         precisions = allowed.get("precision") or [job.precision]
-        named = (Degrees(), Degrees(run.tensor_parallel, 1, run.sequence_parallel, run.expert_parallel))
-        traced = named if run.expert_parallel > 1 else None  # a degree that the search does not cover
+        own_degrees = (Degrees(), Degrees(run.tensor_parallel, 1, run.sequence_parallel, run.expert_parallel))
+        traced = own_degrees if run.expert_parallel > 1 else None  # a degree that the search does not cover
         profiles = {
             precision: profile_of(resolved, cluster, precision, report, degrees=traced) for precision in precisions
         }
@@ -192,12 +194,12 @@ class TuneJob:
             candidates=tuple(candidates),
             device=cluster.device.kind,
             hosts=tuple(used),
-            host_flags=on.flags,
+            host_flags=trial_hosts.flags,
             anyway=anyway,
         )
 
     def ds_config(self, candidate: Candidate) -> dict[str, Any]:
-        """Return the user's DeepSpeed JSON with this configuration, except the batch sizes, which the run sets."""
+        """Return the user's DeepSpeed JSON with this configuration, without batch sizes."""
         config, layout = copy.deepcopy(self.ds_source), candidate.layout
         for key in (*BATCH_KEYS, "tensor_parallel", "sequence_parallel_size", "expert_parallel"):
             config.pop(key, None)
@@ -217,8 +219,9 @@ class TuneJob:
         return {**layout_fields(candidate.layout), "compile": candidate.compiled}
 
     def trial_run(self, candidate: Candidate) -> dict[str, object]:
-        """Return a trial's run.yaml: the user's run without a limit on steps, without saves and without evaluations."""
+        """Return a trial's run.yaml: the user's run without an end, saves and evaluations."""
         run = self.run.model_dump(mode="json")
-        drop = {"output": None, "resume": "never", "steps": ENDLESS, "global_batch": None}
+        endless = {"output": None, "resume": "never", "steps": ENDLESS, "global_batch": None}
         degrees = {"tensor_parallel": 1, "pipeline": 1, "sequence_parallel": 1, "expert_parallel": 1}
-        return {**run, **QUIET, **drop, **degrees, **self.run_fields(candidate), "ds_config": self.ds_config(candidate)}
+        chosen = {**self.run_fields(candidate), "ds_config": self.ds_config(candidate)}
+        return {**run, **QUIET, **endless, **degrees, **chosen}

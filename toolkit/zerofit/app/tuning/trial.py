@@ -1,4 +1,4 @@
-"""One trial: a short real run of a configuration in separate processes. A failure is a result, too."""
+"""One trial: a short real run of a configuration in other processes. A failure is a result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zerofit.tune.trial import Candidate, Status, Timing, Trial, timing
 
 SURE = 0.03  # a trial ends when half its confidence interval is below this share of the mean
 LOSING = 1.1  # a trial whose full interval is above this multiple of the best step time is cut short
-START_S, TRAIN_S = 300.0, 60.0  # time limits: until the first step, and between later steps
+START_S, TRAIN_S = 300.0, 60.0  # time limits: until the first step, and for all later steps
 OF_HOSTS = ("host", "network", "not-started", "vanished", "launcher")  # errors not caused by a configuration
 TRIALS = ".zerofit-trial-"
 POLL_S = 0.2
@@ -43,24 +43,35 @@ def run_trial(
     time of `time.monotonic`. Raises RunFailed if the hosts, not the configuration, caused the failure.
     """
     began = time.monotonic()
-    shared = Path.cwd() if job.hosts else None  # all hosts must see it
+    shared = Path.cwd() if job.hosts else None  # the temporary folder of this machine is not on other hosts
     with tempfile.TemporaryDirectory(prefix=TRIALS, dir=shared, ignore_cleanup_errors=True) as place:
         folder = RunFolder(Path(place) / "run")
         metrics, records = JsonlTail(folder.metrics), list[dict[str, Any]]()
         process = _start(job, candidate, Path(place))
         try:
-            found, cut_short = _watch(process, metrics, records, best_s, deadline, show)
+            measured, cut_short = _watch(process, metrics, records, best_s, deadline, show)
             late = process.poll() is None
         finally:
-            _end(process)
+            if process.poll() is None:  # SIGINT stops the run without saving
+                process.send_signal(signal.SIGINT)
+                try:
+                    process.wait(STOP_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
         records += metrics.read()
         peak = max((record["memory_bytes"] for record in records), default=None)
         error = _error(Path(place))
-    known = {"forecast_step_s": candidate.forecast_step_s, "peak_bytes": peak}
-    trial = Trial(key=candidate.key, status="ok", seconds=round(time.monotonic() - began, 1), **known)
-    if found is not None:
-        spread = found.spread if math.isfinite(found.spread) else None
-        return replace(trial, measured_step_s=found.step_s, spread=spread, steps=found.steps, cut_short=cut_short)
+    trial = Trial(
+        key=candidate.key,
+        status="ok",
+        seconds=round(time.monotonic() - began, 1),
+        forecast_step_s=candidate.forecast_step_s,
+        peak_bytes=peak,
+    )
+    if measured is not None:
+        spread = measured.spread if math.isfinite(measured.spread) else None
+        return replace(trial, measured_step_s=measured.step_s, spread=spread, steps=measured.steps, cut_short=cut_short)
     if job.hosts and not late and error.get("kind", "").startswith(OF_HOSTS):
         raise RunFailed(Problem(**{name: error.get(name) or "" for name in ("kind", "message", "hint", "where")}))
     status, reason = _why(process.returncode, error, late)
@@ -68,6 +79,7 @@ def run_trial(
 
 
 def _start(job: TuneJob, candidate: Candidate, place: Path) -> subprocess.Popen[str]:
+    # A process of its own can run out of memory or hang without harm to the search. It ends if this process dies.
     file = place / "run.yaml"
     file.write_text(yaml.safe_dump(job.trial_run(candidate), sort_keys=False), encoding="utf-8")
     argv = [sys.executable, "-m", "zerofit.launch.parent_death", str(os.getpid()), COMMAND]
@@ -88,7 +100,7 @@ def _watch(
     deadline: float,
     show: Callable[[str], None],
 ) -> tuple[Timing | None, bool]:
-    """Return the step time, and whether the trial was stopped early because it is slower than the best.
+    """Return the step time (None: unknown), and whether the trial was cut short as too slow.
 
     The function returns as soon as the step time is precise enough. If `deadline` or another time limit passes
     first, it returns the step time measured so far. The step time is None if the run ends first, or if too few
@@ -101,31 +113,23 @@ def _watch(
         now = time.monotonic()
         if times and first is None:
             first = now
-        found = timing(times)
-        if found and found.spread < SURE:
-            return found, False
-        if found and best_s and math.isfinite(found.spread) and found.step_s * (1 - found.spread) > LOSING * best_s:
-            return found, True
+        measured = timing(times)
+        if measured and measured.spread < SURE:
+            return measured, False
+        has_spread = measured is not None and math.isfinite(measured.spread)
+        # Even the lower end of the confidence interval loses against the best.
+        if measured and has_spread and best_s and measured.step_s * (1 - measured.spread) > LOSING * best_s:
+            return measured, True
         late = now > deadline or now - (first or now) > TRAIN_S or (first is None and now - began > START_S)
         if late:
-            return (found, False) if found and math.isfinite(found.spread) else (None, False)
+            return (measured if has_spread else None), False
         show(f"{len(times)} steps ({now - began:.0f} s)" if times else f"starting ({now - began:.0f} s)")
         time.sleep(POLL_S)
     return None, False
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """If the run is still running, stop it without saving."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
 def _error(place: Path) -> dict[str, str]:
+    # The last line of `--json` is the result or the error; libraries may have printed before it.
     lines = (place / "out").read_text(encoding="utf-8", errors="replace").strip().splitlines()
     try:
         return json.loads(lines[-1])["error"]

@@ -76,13 +76,20 @@ def tune(
     >>> tuned.layout.micro_batch, tuned.step_s > 0, [path.name for path in tuned.written]
     (64, True, ['ds_config.json', 'run.yaml', 'trials.json', 'trials.png'])
     """
-    report, folder = Reporter(on_event), _find_output(Path(output) if output else None)
+    folder = Path(output or Path("runs") / f"tune-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    if folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - set(NAMES)):
+        message, hint = f"{folder} contains other files", "use another folder, or remove this one"
+        raise UserError(Problem(kind="output-exists", message=message, hint=hint, where="--output"))
+    report = Reporter(on_event)
     job = TuneJob.of(as_request(run), space=space, hosts=hosts, anyway=anyway, report=report)
     return _write_results(job, run_trials(job, trials=trials, minutes=minutes, report=report), folder)
 
 
 def run_trials(job: TuneJob, *, trials: int, minutes: float | None, report: Reporter) -> Search:
-    """Run trials until `trials` have been run, the time is over, or no candidate is promising. Earlier trials count."""
+    """Run trials until `trials` have run, the time is over, or no candidate is promising.
+
+    Earlier trials count.
+    """
     deadline, store = time.monotonic() + 60 * minutes if minutes is not None else math.inf, TrialStore(job)
     search = Search(job.candidates, store.trials())
     if search.trials:
@@ -97,24 +104,13 @@ def run_trials(job: TuneJob, *, trials: int, minutes: float | None, report: Repo
         trial = run_trial(job, candidate, best_s, deadline, lambda text, name=name: report.status(f"{name}: {text}"))
         search.add(trial)
         store.keep(trial)
-        report.result(f"{name}: {_outcome(trial)}", {**candidate.to_dict(), **trial.to_dict()})
+        outcome = f"{trial.status}: {trial.reason}"
+        if trial.measured_step_s is not None:
+            spread = "" if trial.spread is None else f" +- {trial.spread:.1%}"
+            short = ", slower than the best: cut short" if trial.cut_short else ""
+            outcome = f"{trial.measured_step_s:.4f} s per step{spread} (forecast {trial.forecast_step_s:.4f}){short}"
+        report.result(f"{name}: {outcome}", {**candidate.to_dict(), **trial.to_dict()})
     return search
-
-
-def _outcome(trial: Trial) -> str:
-    if trial.measured_step_s is None:
-        return f"{trial.status}: {trial.reason}"
-    spread = "" if trial.spread is None else f" +- {trial.spread:.1%}"
-    short = ", slower than the best: cut short" if trial.cut_short else ""
-    return f"{trial.measured_step_s:.4f} s per step{spread} (forecast {trial.forecast_step_s:.4f}){short}"
-
-
-def _find_output(output: Path | None) -> Path:
-    path = (output or Path("runs") / f"tune-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    if path.exists() and (not path.is_dir() or {p.name for p in path.iterdir()} - set(NAMES)):
-        message, hint = f"{path} contains other files", "use another folder, or remove this one"
-        raise UserError(Problem(kind="output-exists", message=message, hint=hint, where="--output"))
-    return path
 
 
 def _write_results(job: TuneJob, search: Search, folder: Path) -> TuneResult:
@@ -128,6 +124,7 @@ def _write_results(job: TuneJob, search: Search, folder: Path) -> TuneResult:
     best = result.measured.candidate
     write_json(config, job.ds_config(best))
     given = job.request.run.model_dump(mode="json", include=set(job.request.places) | {"model"})
+    # the micro batch and the accumulation steps of the configuration determine the global batch
     tuned = {"global_batch": None, "output": None} | job.run_fields(best) | {"ds_config": config.name}
     run = {name: value for name, value in {**given, **tuned}.items() if value is not None}
     write_text(run_file, yaml.safe_dump(run, sort_keys=False))
@@ -146,12 +143,13 @@ class TrialStore:
     """A file of trials, one per line."""
 
     def __init__(self, job: TuneJob):
+        # Trials are comparable if all that affects a step time is equal, except for what candidates set.
         run = {k: v for k, v in job.run.model_dump(mode="json").items() if k not in FREE}
         config = {k: v for k, v in job.ds_source.items() if k != "zero_optimization"}
         hosts = [[host.name, host.slots] for host in job.hosts]
         environment = [flag for flag in job.host_flags if "--env" in flag]
-        place = [job.device, job.candidates[0].layout.world_size, hosts, environment]
-        content = json.dumps([run, config, place, versions()], sort_keys=True, default=str)
+        machine = [job.device, job.candidates[0].layout.world_size, hosts, environment]
+        content = json.dumps([run, config, machine, versions()], sort_keys=True, default=str)
         self._keys = {candidate.key for candidate in job.candidates}
         self.path: Path = cache_root() / "tune" / f"{hashlib.sha256(content.encode()).hexdigest()[:20]}.jsonl"
 
@@ -159,22 +157,19 @@ class TrialStore:
         """Return the earlier trials of the candidates. Invalid lines are skipped."""
         if not self.path.exists():
             return []
-        found = {}
+        trials = {}
         for values in read_jsonl(self.path):
             try:
                 trial = shaped(values, TypeAdapter(Trial))
             except Unreadable:  # written by another version
                 continue
             if trial.key in self._keys:
-                found[trial.key] = trial
-        return list(found.values())
+                trials[trial.key] = trial  # the latest of a configuration counts
+        return list(trials.values())
 
     def keep(self, trial: Trial) -> None:
-        """Add a trial to the file.
-
-        Two kinds of trials are not added: those that the time limit stopped, and those that did not fit into the memory
-        that other runs left free. Neither shows that the configuration is bad.
-        """
+        """Add a trial to the file, unless it says nothing about its configuration."""
+        # The time limit stopped the trial, or other runs left too little memory free.
         if trial.status in ("stopped", "does-not-fit"):
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
