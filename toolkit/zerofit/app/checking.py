@@ -33,7 +33,6 @@ from zerofit.report.html_table import html_table
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent, Reporter
-from zerofit.spec.model_facts import ModelFacts
 from zerofit.spec.run import AUTO, Run, RunRequest
 
 SEARCHED = 2 * 2**20  # bytes; larger files in a folder are data
@@ -42,7 +41,7 @@ COMPARED = ("global_batch", "micro_batch", "gradient_accumulation_steps", "gradi
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig:
-    """The plain DeepSpeed JSON for a run, and the reason for each value that the user did not set."""
+    """The plain DeepSpeed JSON for a run, and why it has each value that the user did not set."""
 
     config: dict[str, Any]
     reasons: list[dict[str, Any]]  # "path", "value" and "why"
@@ -76,7 +75,7 @@ class CheckResult:
 
     @property
     def allowed_ranks(self) -> str:
-        """The numbers of data parallel ranks that `train_batch_size` allows; "" if the file sets no such limit."""
+        """The numbers of data parallel ranks that `train_batch_size` allows; "" without a limit."""
         if not isinstance(self.document.config, dict):
             return ""
         try:
@@ -86,13 +85,13 @@ class CheckResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the object that `zerofit check --json` prints."""
-        found = {
+        return {
             "file": self.file,
             "reader": self.reader.name,
             "note": self.reader.note,
             "allowed_ranks": self.allowed_ranks,
+            "problems": [finding.as_dict() for finding in self.findings],
         }
-        return {**found, "problems": [f.as_dict() for f in self.findings]}
 
     def explain(self) -> list[KeyRow]:
         """Return the effect of each key, ignored keys, and defaults that matter."""
@@ -103,17 +102,17 @@ class CheckResult:
         return mend(self.document, self.hardware)
 
     def errors_of(self, text: str) -> tuple[Finding, ...]:
-        """Return the errors that the file would have if its content were `text`, for example the fixed text."""
+        """Return the errors that the file would have with `text`, for example the fixed text."""
         if text == self.document.text:
             return self.errors
         return tuple(f for f in find_all(self.document.reread(text), self.hardware) if f.severity == "error")
 
     def migrated(self) -> Migrated:
-        """Return the text migrated from an older DeepSpeed to the installed one, and the settings that were lost."""
+        """Return the text migrated from an older to the installed DeepSpeed, and lost settings."""
         return migrate(self.document, self.hardware)
 
     def write(self, text: str, word: str) -> Path | None:
-        """Write `text` to NAME.WORD.json next to the file NAME.json; return the path, None if the text is unchanged.
+        """Write `text` to NAME.WORD.json next to NAME.json; return the path, None if it is the same.
 
         No file is overwritten: the name gets a number if it is taken. Raises UserError if the folder is not writable.
         """
@@ -124,10 +123,11 @@ class CheckResult:
             raise UserError(Problem(kind="usage", message=message, hint="name a file", where="FILE"))
         path = Path(self.file)
         target, number = path.with_name(f"{path.stem}.{word}{path.suffix}"), 1
-        while target.exists() and not _holds(target, text):
+        while target.exists() and not _has_content(target, text):
             number += 1
             target = path.with_name(f"{path.stem}.{word}-{number}{path.suffix}")
         try:
+            # keep the file's line endings, so that a diff shows only what was changed
             ending = "\r\n" if b"\r\n" in path.read_bytes() else "\n"
             target.write_text(text, encoding="utf-8", newline=ending)
         except OSError as error:
@@ -137,15 +137,15 @@ class CheckResult:
         return target
 
     def resolve(self) -> ResolvedConfig:
-        """Return the plain JSON for a run, with a value for every "auto". Raises UserError with all problems.
+        """Return the plain JSON for a run, with a value for every "auto".
 
         If the Trainer or Accelerate reads the file, return the JSON that they pass to DeepSpeed. Otherwise return
         the JSON that `zerofit train` passes to DeepSpeed. If zerofit only guessed the reader and the user gave a
-        model, always return the JSON of `zerofit train`.
+        model, always return the JSON of `zerofit train`. Raises UserError with all problems.
         """
         guessed = bool(self.reader.why)
         if self.reader.name in HUGGING_FACE and not (guessed and self.hardware.facts):
-            return self._as_handed_over()
+            return self._as_passed_to_deepspeed()
         if self.hardware.facts is None:
             message = "--resolve needs a model: bucket, prefetch and persistence sizes depend on it"
             raise UserError(Problem(kind="usage", message=message, hint="add --model NAME", where="--model"))
@@ -155,21 +155,21 @@ class CheckResult:
         config = self.document.config if self.document.generated else self.file
         machine = cluster_machine(self.cluster) if self.cluster else None
         request = self.request.updated(ds_config=config)
-        found = resolve_job(request, machine=machine, inputs=PUBLISHED)
-        plain = found.job.ds_config
+        resolved = resolve_job(request, machine=machine, inputs=PUBLISHED)
+        plain = resolved.job.ds_config
         return ResolvedConfig(
-            config=plain, reasons=reasons(self.document.config, plain, found.decision, self.hardware.facts)
+            config=plain, reasons=reasons(self.document.config, plain, resolved.decision, self.hardware.facts)
         )
 
-    def _as_handed_over(self) -> ResolvedConfig:
+    def _as_passed_to_deepspeed(self) -> ResolvedConfig:
         effective = effective_config(self.document.config, catalog(), self.hardware)
         problems = [
             Problem(kind=f.code, message=f.message, hint=f.fix, where=f"{self.file}:{f.line}:{f.column}")
             for f in self.errors
         ]
-        left = list(autos(effective.subject.config))
-        if left and not problems:
-            message = f"no value given for {', '.join(left)}"
+        unfilled = list(autos(effective.subject.config))
+        if unfilled and not problems:
+            message = f"no value given for {', '.join(unfilled)}"
             hint = "set them by flags or --training-args; --ranks sets the batch size, --model sets the bucket sizes"
             problems = [Problem(kind="auto-unfilled", message=message, hint=hint, where=self.file)]
         if problems:
@@ -188,27 +188,28 @@ def find_files(names: Sequence[str]) -> list[str]:
 
     Raises UserError if a folder has no such JSON.
     """
-    found: list[str] = []
+    paths: list[str] = []
     for name in names:
         if not Path(name).is_dir():
-            found.append(name)
+            paths.append(name)
             continue
-        # os.walk skips folders that vanish during the search; Path.rglob fails on them
-        paths = (Path(folder, file) for folder, _, files in os.walk(name) for file in files if ".json" in file)
-        inside = sorted(str(path) for path in paths if path.is_file() and _is_ours(path))
+        # os.walk skips folders that vanish during the search; Path.rglob fails on them.
+        files = (Path(folder, file) for folder, _, files in os.walk(name) for file in files if ".json" in file)
+        inside = sorted(str(file) for file in files if file.is_file() and _has_deepspeed_keys(file))
         if not inside:
             message = f"no DeepSpeed JSON in the folder {name}"
             raise UserError(Problem(kind="unreadable", message=message, hint="name a file", where="FILE"))
-        found += inside
-    return found
+        paths += inside
+    return paths
 
 
-def _is_ours(path: Path) -> bool:
-    """Return whether a file looks like a DeepSpeed JSON: it has at least one of three very common keys."""
+def _has_deepspeed_keys(path: Path) -> bool:
+    """Return whether a file has one of DeepSpeed's most common keys (`MARKS`)."""
     try:
         text = path.read_bytes() if path.stat().st_size <= SEARCHED else b""
     except OSError:
         return False
+    # the file may not parse, and without its zero bytes UTF-16 reads like ASCII
     return any(f'"{key}"'.encode() in text.replace(b"\0", b"") for key in MARKS)
 
 
@@ -256,15 +257,27 @@ def check(
     ranks = ranks or next((file.ranks for file in argument_files if file.ranks), None)
     if isinstance(cluster, str):
         cluster = Cluster(cluster, gpus=ranks or 1)
-    ours = is_bundled(Path(file))
-    known = (
-        Reader(name="zerofit") if ours and not (reader or argument_files) else _reader(reader, document, argument_files)
-    )
-    if ours and known.name == "zerofit":
+    # The reader is the given one, else the program of the argument files, else a guess from the keys.
+    if reader:
+        program = Reader(name=reader)
+    elif argument_files:
+        only_accelerate = all(file.kind == "accelerate" for file in argument_files)
+        program = Reader(name="accelerate" if only_accelerate else "trainer")
+    elif is_bundled(Path(file)):
+        program = Reader(name="zerofit")
+    else:
+        program = guess(document.config, yaml=document.yaml)
+    if is_bundled(Path(file)) and program.name == "zerofit":
         document = for_run(document)
-    if ranks and known.name == "neox":
+    if ranks and program.name == "neox":
         ranks //= model_parallel(document.config)  # GPT-NeoX's DeepSpeed counts data parallel ranks only
-    facts = _facts(request, on_event)
+    facts = None
+    if "model" in request.run.model_fields_set:
+        Reporter(on_event).status(f"reading the model {request.run.model} ...")  # torch takes seconds to import
+        from zerofit.app.job.model_facts import facts_of
+        from zerofit.app.job.resolve import find_model
+
+        facts = facts_of(*find_model(request), None, request.run)
     requested, given = [*_requested_by_flags(request.run)], dict[str, GivenArgument]()
     for arguments in argument_files:
         given |= given_by(arguments)
@@ -278,9 +291,9 @@ def check(
         accelerator=None if cluster is None else cluster.accelerator,
         precisions=tuple(cluster.device.tflops if cluster else ("fp32", "bf16", "fp16")),
         facts=facts,
-        reader=known.name,
+        reader=program.name,
         requested=tuple(requested),
-        guessed=bool(known.why),
+        guessed=bool(program.why),
         one_thread=next((file.one_thread for file in argument_files if file.one_thread), None),
         arguments=given,
         host_bytes=cluster.host_bytes * cluster.nodes if cluster and ranks and not cluster.on_cpu else None,
@@ -289,7 +302,7 @@ def check(
     findings += tuple(finding for arguments in argument_files for finding in unknown_settings(arguments))
     return CheckResult(
         file=file,
-        reader=known,
+        reader=program,
         findings=findings,
         document=document,
         hardware=hardware,
@@ -299,7 +312,10 @@ def check(
 
 
 def read_arguments(given: str | Path | Mapping[str, object], *, accelerate: bool) -> ArgumentFile:
-    """Read an argument file or values. Raises UserError with line and column if it does not parse."""
+    """Read an argument file or values.
+
+    Raises UserError with line and column if it does not parse.
+    """
     if isinstance(given, Mapping):
         return of_mapping(given, accelerate=accelerate)
     where = "--accelerate-config" if accelerate else "--training-args"
@@ -315,16 +331,16 @@ def read_arguments(given: str | Path | Mapping[str, object], *, accelerate: bool
 
 
 def _named_config(argument_files: Sequence[ArgumentFile]) -> tuple[str, str] | None:
-    """Return the path of the DeepSpeed JSON that an argument file names, and the line that names it.
+    """Return the path of the JSON that an argument file names, and the line that names it.
 
     The path is relative to the current folder or to the folder of the argument file.
     """
     for file in argument_files:
-        named = file.config_file
-        if named is not None:
-            next_to_it = Path(file.file).parent / named
+        name = file.config_file
+        if name is not None:
+            next_to_file = Path(file.file).parent / name
             where = file.place(ACCELERATE_JSON if file.kind == "accelerate" else "deepspeed")
-            return (str(next_to_it) if next_to_it.exists() and not Path(named).exists() else named), where
+            return (str(next_to_file) if next_to_file.exists() and not Path(name).exists() else name), where
     return None
 
 
@@ -337,36 +353,15 @@ def _document(
     if named is not None:
         path = find_config(named[0], where=named[1])
         return str(path), read_document(path, where=named[1])
-    inline = next((file for file in argument_files if file.kind != "accelerate" and file.section("deepspeed")[0]), None)
-    if inline is not None:
-        return inline.file, of_lines(*inline.section("deepspeed"))
-    kinds = (None, "DEEPSPEED")
-    accelerate = next(
-        (c for c in argument_files if c.kind == "accelerate" and c.get("distributed_type") in kinds), None
-    )
-    if accelerate is None:
-        message = "no DeepSpeed JSON was given, and the other files neither name nor contain one"
-        raise UserError(Problem(kind="usage", message=message, hint="name a FILE", where="FILE"))
-    return accelerate.file, of_lines(*plugin_config(accelerate))
-
-
-def _reader(reader: str | None, document: Document, argument_files: list[ArgumentFile]) -> Reader:
-    """Return the JSON's reader: the given one, else the program of the argument files, else a guess from the keys."""
-    if reader:
-        return Reader(name=reader)
-    if argument_files:
-        return Reader(name="accelerate" if all(file.kind == "accelerate" for file in argument_files) else "trainer")
-    return guess(document.config, yaml=document.yaml)
-
-
-def _facts(request: RunRequest, on_event: OnEvent | None) -> ModelFacts | None:
-    if "model" not in request.run.model_fields_set:
-        return None
-    Reporter(on_event).status(f"reading the model {request.run.model} ...")  # torch takes seconds to import
-    from zerofit.app.job.model_facts import facts_of
-    from zerofit.app.job.resolve import find_model
-
-    return facts_of(*find_model(request), None, request.run)
+    # The JSON may be a section of the arguments, or Accelerate makes it from its own keys.
+    for file in argument_files:
+        if file.kind != "accelerate" and file.section("deepspeed")[0]:
+            return file.file, of_lines(*file.section("deepspeed"))
+    for file in argument_files:
+        if file.kind == "accelerate" and file.get("distributed_type") in (None, "DEEPSPEED"):
+            return file.file, of_lines(*plugin_config(file))
+    message = "no DeepSpeed JSON was given, and the other files neither name nor contain one"
+    raise UserError(Problem(kind="usage", message=message, hint="name a FILE", where="FILE"))
 
 
 def _requested_by_flags(run: Run) -> Iterator[RequestedValue]:
@@ -380,7 +375,7 @@ def _requested_by_flags(run: Run) -> Iterator[RequestedValue]:
             yield RequestedValue(path=f"{name}.enabled", value=run.precision == name, source=source)
 
 
-def _holds(path: Path, text: str) -> bool:
+def _has_content(path: Path, text: str) -> bool:
     """Return whether the file contains exactly `text`. Line endings may differ."""
     try:
         return path.read_text(encoding="utf-8") == text

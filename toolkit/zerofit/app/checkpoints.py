@@ -1,4 +1,4 @@
-"""Checkpoints of runs and of other programs, for the command line (`zerofit ckpt`) and from Python."""
+"""Checkpoints of runs and of other programs, for `zerofit ckpt` and from Python."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class VerifyResult:
 
 
 class Checkpoint:
-    """A checkpoint: a `checkpoints/step-...` folder, or a run folder, whose newest complete checkpoint is used.
+    """A checkpoint: a `checkpoints/step-...` folder, or a run folder's newest complete one.
 
     The folder can also come from DeepSpeed, the Trainer, Accelerate, Lightning or PyTorch DCP. No method needs a GPU.
     No method needs the ranks or the layout of the run that wrote the checkpoint. No method runs code from the
@@ -143,16 +143,20 @@ class Checkpoint:
 
     @staticmethod
     def list(run_folder: str | Path, *, deep: bool = False, on_event: OnEvent | None = None) -> CheckpointList:
-        """List a run's checkpoints, including damaged ones. With `deep`, check every file against its checksum."""
+        """List a run's checkpoints, including damaged ones.
+
+        `deep`: check every file against its checksum.
+        """
         path, report = Path(run_folder), Reporter(on_event)
         if not is_own(path) and (found := foreign_in(path)):
             report.status("importing torch ...")
             from zerofit.checkpoint.foreign_facts import facts_of, verify_foreign
 
-            seen = [facts_of(entry) for entry in found]
-            checks = [facts.damage or (verify_foreign(facts.found, report.status) if deep else []) for facts in seen]
-            foreign = [CheckpointSummary(**_foreign_summary(f, d)) for f, d in zip(seen, checks, strict=True)]
-            return CheckpointList(folder=path, checked="checksums" if deep else "sizes", checkpoints=foreign)
+            rows = []
+            for facts in map(facts_of, found):
+                damage = facts.damage or (verify_foreign(facts.found, report.status) if deep else [])
+                rows.append(CheckpointSummary(**_foreign_summary(facts, damage)))
+            return CheckpointList(folder=path, checked="checksums" if deep else "sizes", checkpoints=rows)
         store = store_of(path, "RUN") or Store(path.absolute().parent)
         rows = []
         for entry in store.entries():
@@ -181,7 +185,10 @@ class Checkpoint:
         )
 
     def verify(self, *, on_event: OnEvent | None = None) -> VerifyResult:
-        """Compare every file with its checksum. In a run folder, check the newest checkpoint, damaged or not."""
+        """Compare every file with its checksum.
+
+        In a run folder, check the newest checkpoint, damaged or not.
+        """
         if not is_own(self.path) and (found := foreign_at(self.path)):
             from zerofit.checkpoint.foreign_facts import facts_of, verify_foreign
 
@@ -205,17 +212,17 @@ class Checkpoint:
         trust_model_code: bool = False,
         on_event: OnEvent | None = None,
     ) -> ExportResult:
-        """Verify every byte, then write a transformers model as a folder, and any other model as one safetensors file.
+        """Verify every byte, then write a transformers model as a folder, or another as one file.
 
-        Adapters are written in peft's format. `merge`: merge the adapters into the full model. With `merge`, this
-        checkpoint may also be a folder of adapters, or a run folder without checkpoints. `dtype`: type of the
-        parameters (default: the run's precision). `max_shard_size`: size limit of each file of a transformers model. A
-        custom model `package.module:callable` is imported and called only with `trust_model_code`. `model`: the folder
-        with config.json and the tokenizer, if another program's checkpoint does not contain them. `repair`: if the file
-        of a rank is lost, use its weights from the 16-bit copy in the checkpoint.
+        The file of another model is a safetensors file. Adapters are written in peft's format. `merge`: merge the
+        adapters into the full model. With `merge`, this checkpoint may also be a folder of adapters, or a run folder
+        without checkpoints. `dtype`: type of the parameters (default: the run's precision). `max_shard_size`: size limit
+        of each file of a transformers model. A custom model `package.module:callable` is imported and called only with
+        `trust_model_code`. `model`: the folder with config.json and the tokenizer, if another program's checkpoint lacks
+        them. `repair`: if the file of a rank is lost, use its weights from the 16-bit copy in the checkpoint.
         """
         shard_bytes, report = parse_bytes(max_shard_size, "--max-shard-size"), Reporter(on_event)
-        report.status("importing torch ...")
+        report.status("importing torch ...")  # here and below: takes seconds, so only methods that need it do it
         from zerofit.checkpoint.adapters import adapters_of
         from zerofit.checkpoint.export import export, export_foreign
 
@@ -226,8 +233,8 @@ class Checkpoint:
             return export_foreign(found, Path(out), dtype, shard_bytes, config=config, repair=repair, report=report)
         adapters = adapters_of(self.path) if merge else None
         path = adapters or locate(self.path, deep=True, report=report)
-        how = {"merge": merge, "trust_model_code": trust_model_code, "report": report}
-        return export(path, Path(out), dtype, shard_bytes, **how)
+        options = {"merge": merge, "trust_model_code": trust_model_code, "report": report}
+        return export(path, Path(out), dtype, shard_bytes, **options)
 
     def convert(
         self,
@@ -285,9 +292,9 @@ class Checkpoint:
     def diff(
         self, other: Checkpoint | str | Path, *, states: bool = False, on_event: OnEvent | None = None
     ) -> CheckpointDiff:
-        """Compare tensor by tensor with another checkpoint, an exported folder or a safetensors file.
+        """Compare tensors with another checkpoint, an exported folder or a safetensors file.
 
-        With `states`, the optimizer states are compared too; only checkpoints have them.
+        `states`: compare the optimizer states, too; only checkpoints have them.
         """
         report = Reporter(on_event)
         report.status("importing torch ...")

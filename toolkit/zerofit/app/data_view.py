@@ -1,4 +1,4 @@
-"""Show data as a model receives it: the tokens of samples, and which tokens count in the loss."""
+"""Show data as a model receives it: tokens of samples, and which of them it learns."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def look_at_data(
     Raises UserError with all problems of the data.
     """
     fields: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    run = Run(data=_named(str(path)), **fields)
+    run = Run(data=_data_value(str(path)), **fields)
     seq_len = run.seq_len or DEFAULT_SEQ_LEN
     data = open_data(run, "causal-lm", seq_len, Reporter(on_event))
     count = min(show, len(data.train))
@@ -90,11 +90,11 @@ def look_at_data(
         counts=data.counts,
         train_samples=len(data.train),
         valid_samples=len(data.valid),
-        samples=tuple(_sample(data, index, seq_len) for index in range(count)),
+        samples=tuple(_view_of_sample(data, index, seq_len) for index in range(count)),
     )
 
 
-def _named(path: str) -> str:
+def _data_value(path: str) -> str:
     """Return the value of `--data` for a path: KIND:PATH for a file.
 
     Raises UserError if it is neither a file nor a name.
@@ -107,16 +107,16 @@ def _named(path: str) -> str:
     return path
 
 
-def _sample(data: Data, index: int, seq_len: int) -> SampleView:
+def _view_of_sample(data: Data, index: int, seq_len: int) -> SampleView:
     batch = data.train.batch([index], [0])
     inputs, labels = batch["inputs"][0].tolist(), batch["labels"][0].tolist()
     lengths = data.train.lengths(index) if isinstance(data.train, ChatRows) else [seq_len]
-    documents, at = [], 0
+    documents, start = [], 0
     for length in lengths:
-        part = slice(at, at + length)
+        part = slice(start, start + length)
         documents.append(_document(data, inputs[part], labels[part]))
-        at += length
-    return SampleView(documents=tuple(documents), padding=seq_len - at)
+        start += length
+    return SampleView(documents=tuple(documents), padding=seq_len - start)
 
 
 def _document(data: Data, inputs: Sequence[int], labels: Sequence[int]) -> tuple[SeenText, ...]:
@@ -124,8 +124,12 @@ def _document(data: Data, inputs: Sequence[int], labels: Sequence[int]) -> tuple
     if data.decode is None:
         message = f"{data.name} has no text to show"
         raise UserError(Problem(kind="data-task", message=message, hint="use text or conversations", where="PATH"))
+    # Labels are the inputs, shifted by one token. So the first token is never learned, and the last label comes after
+    # the last input. If it is not learned, it is left out, since it is not an input either.
     learned = [False, *(label != IGNORE_INDEX for label in labels)]
-    ids = [*inputs, labels[-1]] if learned[-1] else list(inputs)  # an unlearned last token is never an input
-    runs = groupby(zip(ids, learned, strict=False), key=lambda pair: pair[1])
-    parts = [(tuple(token for token, _ in run), said) for said, run in runs]
-    return tuple(SeenText(text=data.decode(list(part)), ids=part, learned=said) for part, said in parts)
+    ids = [*inputs, labels[-1]] if learned[-1] else list(inputs)
+    parts = []
+    for is_learned, pairs in groupby(zip(ids, learned, strict=False), key=lambda pair: pair[1]):
+        tokens = tuple(token for token, _ in pairs)
+        parts.append(SeenText(text=data.decode(list(tokens)), ids=tokens, learned=is_learned))
+    return tuple(parts)

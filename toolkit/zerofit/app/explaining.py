@@ -56,7 +56,7 @@ def explain(
     *,
     on_event: OnEvent | None = None,
 ) -> Explanation:
-    """Explain why a run ran out of memory or failed: the cause, the line of code, and changes that would help.
+    """Explain why a run ran out of memory or failed: cause, line of code, helpful changes.
 
     Args:
         what: the log of any program, a memory snapshot of torch, or a run folder. "-": a log on standard input.
@@ -76,8 +76,7 @@ def explain(
     >>> explanation.cause, explanation.changes[0].change
     ('fragmentation', 'write PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the command (costs no speed)')
     """
-    report = Reporter(on_event)
-    found = _explained(what, report)
+    explanation = _explain_evidence(what, Reporter(on_event))
     if command is not None:
         from zerofit.app.simulation.scripts import simulate_script
 
@@ -87,12 +86,12 @@ def explain(
 
         simulation = simulate(RunFolder(Path(what)).run, cluster, on_event=on_event)
     else:
-        return found
+        return explanation
     simulation.knobs(on_event)
-    return _with_simulation(found, simulation)
+    return _with_simulation(explanation, simulation)
 
 
-def _explained(what: str | Path, report: Reporter) -> Explanation:
+def _explain_evidence(what: str | Path, report: Reporter) -> Explanation:
     path = Path(what)
     if str(what) == STANDARD_INPUT:
         return _of_log(lines_of(decoded_log(read_ends(cast(BufferedIOBase, sys.stdin.buffer)))))
@@ -125,34 +124,32 @@ def _of_run_folder(folder: RunFolder) -> Explanation:
     for text, rank in _texts(folder):
         start = len(lines)
         lines += [LogLine(start + line.number, line.text, line.rank or rank) for line in lines_of(text)]
-    found = _of_log(lines, "run folder")
+    explanation = _of_log(lines, "run folder")
     for snapshot in sorted(folder.logs.glob("rank-*.memory.pickle"))[:1]:  # of --record-memory
         with refused(snapshot):
-            found = _with_snapshot(found, explain_snapshot(snapshot))
+            explanation = _with_snapshot(explanation, explain_snapshot(snapshot))
     job = Job.read(folder)
-    measured = read_jsonl(folder.metrics)[-1:] if folder.metrics.is_file() else []
-    found = replace(found, steps=max([found.steps, *(_count(row, "step") for row in measured)]))
-    if folder.result.is_file() and not found.is_shortage:
-        found = replace(found, cause=ENOUGH, summary="The run finished.", run_next="", changes=())
-    elif not found.is_shortage and (stopped := re.search(_NOT_FINITE, "\n".join(line.text for line in lines))):
+    last_record = read_jsonl(folder.metrics)[-1:] if folder.metrics.is_file() else []
+    explanation = replace(explanation, steps=max([explanation.steps, *(_count(row, "step") for row in last_record)]))
+    if folder.result.is_file() and not explanation.is_shortage:
+        explanation = replace(explanation, cause=ENOUGH, summary="The run finished.", run_next="", changes=())
+    elif not explanation.is_shortage and (stopped := re.search(_NOT_FINITE, "\n".join(line.text for line in lines))):
         command = f"zerofit replay {shlex.quote(str(folder.path))}"
         summary = f"{NO_SHORTAGE[:-1]}: {stopped[0]}."
-        found = replace(found, cause=NOT_FINITE, summary=summary, run_next=command, changes=())
+        explanation = replace(explanation, cause=NOT_FINITE, summary=summary, run_next=command, changes=())
     if job.forecast is None:
-        return found
-    return replace(found, forecast=_of_plan(found, job, measured[0] if measured else {}))
+        return explanation
+    return replace(explanation, forecast=_stored_forecast(explanation, job, last_record[0] if last_record else {}))
 
 
-def _with_snapshot(found: Explanation, snapshot: Explanation) -> Explanation:
-    """Return the snapshot's explanation with the log's message.
-
-    If the snapshot shows no cause, return the log's explanation.
-    """
+def _with_snapshot(of_log: Explanation, snapshot: Explanation) -> Explanation:
+    """Return the snapshot's explanation with the log's message; the log's if it has no cause."""
     if not snapshot.is_known:
-        return replace(found, alive=snapshot.alive, lines=snapshot.lines)
-    figures = snapshot.figures if found.figures.total_bytes is None else found.figures
+        return replace(of_log, alive=snapshot.alive, lines=snapshot.lines)
+    # The figures of the error message are of the moment of the failure, so they win.
+    figures = snapshot.figures if of_log.figures.total_bytes is None else of_log.figures
     return replace(
-        snapshot, source=found.source, message=found.message, ranks=found.ranks, steps=found.steps, figures=figures
+        snapshot, source=of_log.source, message=of_log.message, ranks=of_log.ranks, steps=of_log.steps, figures=figures
     )
 
 
@@ -175,53 +172,60 @@ def _texts(folder: RunFolder) -> Iterator[tuple[str, str]]:
     yield "\n".join(str(fault.get("message", "")) for fault in faults), ""
 
 
-def _of_plan(found: Explanation, job: Job, measured: Mapping[str, object]) -> ForecastAtMoment:
+def _stored_forecast(explanation: Explanation, job: Job, measured: Mapping[str, object]) -> ForecastAtMoment:
+    """Return the forecast of the run's start for the moment of the failure, with what was measured."""
     forecast = job.forecast
     assert forecast is not None
-    phase = PHASES.get(found.phase, "")
+    phase = PHASES.get(explanation.phase, "")
     expected = forecast.phases.get(phase, max(forecast.phases.values(), default=0))
-    process = forecast.reserved_bytes + forecast.beside_bytes
-    size = _count(measured, "reserved_bytes") or _count(measured, "memory_bytes")
-    promised = _count(measured, "forecast_bytes")  # of the same quantity
-    numbers = f"{shown_bytes(size)}; forecast {shown_bytes(promised)}"
-    parts = [f"at step {found.steps} a rank used {numbers}"] if size and promised else []
+    process_bytes = forecast.reserved_bytes + forecast.beside_bytes
+    used = _count(measured, "reserved_bytes") or _count(measured, "memory_bytes")
+    forecast_of_used = _count(measured, "forecast_bytes")  # of the same quantity
+    numbers = f"{shown_bytes(used)}; forecast {shown_bytes(forecast_of_used)}"
+    parts = [f"at step {explanation.steps} a rank used {numbers}"] if used and forecast_of_used else []
     free = forecast.free_bytes
-    fits = free is None or process <= free
+    fits = free is None or process_bytes <= free
     if free is not None and not fits:
         parts.append(f"{shown_bytes(free)} were free on the device when the run started")
     return ForecastAtMoment(phase=phase, kinds={}, allocated_bytes=expected, fits=fits, parts=tuple(parts))
 
 
-def _with_simulation(found: Explanation, simulation: Simulation) -> Explanation:
-    phase = PHASES.get(found.phase, simulation.peak_phase)
+def _with_simulation(explanation: Explanation, simulation: Simulation) -> Explanation:
+    phase = PHASES.get(explanation.phase, simulation.peak_phase)
     peaks = {row.name: row.peak_bytes for row in simulation.phases}
+    expected = peaks.get(phase, simulation.peak_bytes)
     forecast = ForecastAtMoment(
         phase=phase,
         kinds=simulation.breakdown,
-        allocated_bytes=peaks.get(phase, simulation.peak_bytes),
+        allocated_bytes=expected,
         fits=simulation.fits,
-        parts=tuple(_parts(found, simulation, peaks.get(phase, simulation.peak_bytes))),
+        parts=tuple(_differences(explanation, simulation, expected)),
     )
-    tried = sorted(simulation.tried, key=lambda row: (not row.fits, row.cost_rank))
+    simulated = sorted(simulation.tried, key=lambda row: (not row.fits, row.cost_rank))
     changes = [
         Change(change=row.change, reserved_bytes=row.reserved_bytes, fits=row.fits, slowdown=row.slowdown)
-        for row in tried
+        for row in simulated
     ]
     smaller = [row for row in changes if (row.reserved_bytes or 0) < simulation.reserved_bytes]
-    return replace(found, forecast=forecast, changes=tuple(smaller) or found.changes)
+    return replace(explanation, forecast=forecast, changes=tuple(smaller) or explanation.changes)
 
 
-def _parts(found: Explanation, simulation: Simulation, expected: int) -> Iterator[str]:
-    figures = found.figures
+def _differences(explanation: Explanation, simulation: Simulation, expected: int) -> Iterator[str]:
+    """Yield what the failed run used beyond the simulation, one sentence each.
+
+    `expected`: bytes of tensors that the simulation has in the phase of the failure.
+    """
+    figures = explanation.figures
     if not simulation.fits:
         needed, total = shown_bytes(simulation.smi_bytes), shown_bytes(simulation.device_total_bytes)
         yield f"the forecast does not fit either: it needs {needed} of {total} on {simulation.device}"
-    if found.alive:
-        for kind in found.alive.keys() | simulation.breakdown.keys():
-            more = found.alive.get(kind, 0) - simulation.breakdown.get(kind, 0)
-            if kind != FRAGMENTS and more > max(APART * simulation.peak_bytes, LEAST_BYTES):
+    # A snapshot has the bytes of each kind. An error message has only their sum.
+    if explanation.alive:
+        for kind in explanation.alive.keys() | simulation.breakdown.keys():
+            excess = explanation.alive.get(kind, 0) - simulation.breakdown.get(kind, 0)
+            if kind != FRAGMENTS and excess > max(APART * simulation.peak_bytes, LEAST_BYTES):
                 reason = f": {_MORE_OF[kind]}" if kind in _MORE_OF else ""
-                yield f"{shown_bytes(more)} more {kind} than forecast{reason}"
+                yield f"{shown_bytes(excess)} more {kind} than forecast{reason}"
     elif figures.allocated_bytes is not None:
         needed = figures.allocated_bytes + (figures.asked_bytes or 0)
         if needed > (1 + APART) * expected:
@@ -231,7 +235,7 @@ def _parts(found: Explanation, simulation: Simulation, expected: int) -> Iterato
     unused, usual = figures.unallocated_bytes or 0, simulation.reserved_bytes - simulation.peak_bytes
     if unused - usual > max(APART * expected, LEAST_BYTES):
         yield f"{shown_bytes(unused)} are fragments; the forecast has {shown_bytes(max(0, usual))}"
-    outside = sum(overhead.high_bytes for overhead in simulation.overheads)
-    beside = figures.beside_bytes or 0
-    if beside - outside > LEAST_BYTES:
-        yield f"{shown_bytes(beside)} are outside of torch, at most {shown_bytes(outside)} in the forecast"
+    forecast_outside = sum(overhead.high_bytes for overhead in simulation.overheads)
+    outside = figures.beside_bytes or 0
+    if outside - forecast_outside > LEAST_BYTES:
+        yield f"{shown_bytes(outside)} are outside of torch, at most {shown_bytes(forecast_outside)} in the forecast"

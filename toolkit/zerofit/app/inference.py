@@ -117,6 +117,7 @@ def evaluate(folder: str | Path, **options: Unpack[EvaluateOptions]) -> Evaluati
             generated=run_fields.get("generate_samples", Run().generate_samples),
         )
         figures = figures_of(session.saved, session.empty, session.dtype, data.inputs)
+        # The devices must have room for activations next to the weights, so their bytes are needed before the load.
         needed = eval_bytes(session.empty, figures, data.inputs, samples.at_once, session.main, str(folder))
         if not needed:
             report.note("cannot forecast the memory of this model's activations")
@@ -136,12 +137,11 @@ def generate(
     tokenizer: str | None = None,
     **options: Unpack[InferenceOptions],
 ) -> Generation:
-    """Continue `prompt` with a causal language model; `on_event` gets each piece as an event of kind "text".
+    """Continue `prompt` with a causal language model.
 
-    With `temperature` 0 every token is the most likely one. Otherwise tokens are sampled from the most likely tokens
-    that together have probability `top_p`. Other keyword arguments are those of InferenceOptions. Raises the errors of
-    `evaluate`.
-
+    `on_event` gets each piece of the text as an event of kind "text". With `temperature` 0 every token is the most
+    likely one. Otherwise tokens are sampled from the most likely tokens that together have probability `top_p`. Other
+    keyword arguments are those of InferenceOptions. Raises the errors of `evaluate`.
 
     >>> import zerofit as zf
     >>> text = zf.Run(model="llama-tiny", data="synthetic", seq_len=32, steps=1, ranks=1, output="runs/text")
@@ -179,11 +179,12 @@ def chat(
     tokenizer: str | None = None,
     **options: Unpack[InferenceOptions],
 ) -> ChatResult:
-    """Chat with a causal language model; `on_event` gets each piece of an answer as an event of kind "text".
+    """Chat with a causal language model; return all turns.
 
-    `turns` are the user's messages; each is read when the answer to the previous one is complete. The chat template is
-    the model's own unless `chat_template` names one (`chatml`, `llama3`, ..., or a file). The other keyword arguments
-    are those of `generate`; `max_new_tokens` limits each answer.
+    `on_event` gets each piece of an answer as an event of kind "text". `turns` are the user's messages; each is read
+    when the answer to the previous one is complete. The chat template is the model's own unless `chat_template` names
+    one (`chatml`, `llama3`, ..., or a file). The other keyword arguments are those of `generate`; `max_new_tokens`
+    limits each answer.
 
     >>> import zerofit as zf
     >>> text = zf.Run(model="llama-tiny", data="synthetic", seq_len=32, steps=1, ranks=1, output="runs/text")
@@ -195,11 +196,10 @@ def chat(
     """
     report, problems = Reporter(options.get("on_event")), Problems()
     with _opened(Path(folder), options, problems, report) as session:
-        given = None if chat_template is None else Path(chat_template)
         opened = open_chat(
             session.saved,
             tokenizer,
-            given,
+            None if chat_template is None else Path(chat_template),
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_p=top_p,
@@ -208,10 +208,10 @@ def chat(
         needed = generation_bytes(session.empty, opened.largest_request(), session.main)
         model, placement = session.load(needed, "a smaller --max-new-tokens,")
         device = placement.execution_device
-        said = converse(
+        transcript = converse(
             model, opened, turns, system, device, lambda piece: report.on_event(Event(kind="text", text=piece))
         )
-        return ChatResult(**vars(said), **vars(session.result(placement)))
+        return ChatResult(**vars(transcript), **vars(session.result(placement)))
 
 
 @contextmanager
@@ -219,10 +219,10 @@ def _opened(
     folder: Path, options: InferenceOptions, problems: Problems, report: Reporter
 ) -> Iterator[InferenceSession]:
     limits = problems.attempt(lambda: read_limits(options.get("max_memory")))
-    found = problems.attempt(lambda: find_folder(folder, report))
+    model_folder = problems.attempt(lambda: find_folder(folder, report))
     problems.raise_if_any()
-    assert limits is not None and found is not None  # else a problem has been raised
+    assert limits is not None and model_folder is not None  # else a problem has been raised
     with scratch_folder(options.get("offload_folder")) as scratch:
         trusted = options.get("trust_model_code", False)
-        saved, dtype = open_model(found, options.get("dtype"), scratch, report, trusted)
+        saved, dtype = open_model(model_folder, options.get("dtype"), scratch, report, trusted)
         yield InferenceSession(saved=saved, dtype=dtype, limits=limits, scratch=scratch, report=report)

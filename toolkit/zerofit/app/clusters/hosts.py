@@ -1,4 +1,4 @@
-"""Select the hosts of a run by flags, examine them, describe how to start ranks there, and kill leftovers."""
+"""Select the hosts of a run, examine them, describe how to start ranks there, end leftovers."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ class HostRequest:
 
 
 def find_hosts(options: HostRequest) -> tuple[Host, ...]:
-    """Return the hosts of the hostfile, the Slurm allocation or --nodes, filtered by --include and --exclude.
+    """Return the hosts of the hostfile, Slurm allocation or --nodes, after --include/--exclude.
 
-    Raises UserError.
+    Raises UserError with all problems of the flags.
     """
     problems = Problems()
     _check_conflicts(options, problems)
@@ -143,13 +143,17 @@ def _check_conflicts(options: HostRequest, problems: Problems) -> None:
 
 
 def launcher_command(run: Run, hosts: Sequence[Host], options: HostRequest) -> list[str]:
-    """Return the command that would start the ranks, for --dry-run. Contacts no host and keeps no files."""
+    """Return the command that would start the ranks (--dry-run).
+
+    The function contacts no host and keeps no files.
+    """
     used = filled(hosts, run.ranks or sum(host.slots for host in hosts))
     folder = RunFolder((run.output or Path("runs/NEW")).absolute())
-    with tempfile.TemporaryDirectory() as place:
+    # DeepSpeed's runners write files while they make a command. The run folder does not exist yet.
+    with tempfile.TemporaryDirectory() as logs:
         master = options.master_addr or used[0].name, options.port
-        argv = options.deepspeed_runner.command(used, Path(place), master, as_argument(folder.launch_spec))
-        return [part.replace(place, str(folder.logs)) for part in argv]
+        argv = options.deepspeed_runner.command(used, Path(logs), master, as_argument(folder.launch_spec))
+        return [word.replace(logs, str(folder.logs)) for word in argv]
 
 
 def examine_hosts(
@@ -183,12 +187,17 @@ def machine_of(hosts: Sequence[Host], found: Preflight | None) -> Machine:
         return here
     gpus = [gpu for facts in found.facts.values() for gpu in facts["gpus"]]
     if gpus and all(facts["gpus"] for facts in found.facts.values()):
-        capability = min(float(gpu["compute_capability"]) for gpu in gpus)
-        able = {"fp16": capability >= FP16_FROM, "bf16": capability >= BF16_FROM}
-        name = gpus[0]["name"]
-        return Machine(accelerator="cuda", devices=here.devices, cores=usable_cores(), device_name=name, **able)
-    able = {"fp16": here.accelerator == "cpu" and here.fp16, "bf16": True}
-    return replace(here, accelerator="cpu", device_name=f"CPU of {len(hosts)} hosts", **able)
+        capability = min(float(gpu["compute_capability"]) for gpu in gpus)  # all ranks need the precision
+        return Machine(
+            accelerator="cuda",
+            devices=here.devices,
+            cores=usable_cores(),
+            device_name=gpus[0]["name"],
+            fp16=capability >= FP16_FROM,
+            bf16=capability >= BF16_FROM,
+        )
+    fp16 = here.accelerator == "cpu" and here.fp16
+    return replace(here, accelerator="cpu", device_name=f"CPU of {len(hosts)} hosts", fp16=fp16, bf16=True)
 
 
 def cluster_site(
@@ -199,11 +208,12 @@ def cluster_site(
     found: Preflight | None,
     folder: RunFolder,
 ) -> LaunchSite:
-    """Return how to start the job's ranks on these hosts. All slots of a host are used before the next host."""
+    """Return how to start the job's ranks on these hosts, which are filled one after another."""
     used, problems = filled(hosts, job.layout.world_size), Problems()
     options.deepspeed_runner.check(used, problems)
     problems.raise_if_any()
     names = tuple(host.name for host in used for _ in range(host.slots))
+    # Without ssh (--node-rank), --master-addr is the only address that all nodes have.
     own = options.master_addr or "" if options.node_rank is not None else own_address(hosts)
     master = options.master_addr or (found.master_address if found else None) or address_of(used[0].name, used)
     return LaunchSite(
@@ -230,16 +240,17 @@ def filled(hosts: Sequence[Host], ranks: int) -> tuple[Host, ...]:
 
     The last host may keep fewer slots. Raises UserError if there are too few slots.
     """
-    used, left = [], ranks
+    used, missing = [], ranks
     for host in hosts:
-        take = min(left, host.slots)
-        if take:
-            ids = None if host.devices is None else host.devices[:take]
-            used.append(Host(host.name, take, ids))
-        left -= take
-    if left:
-        message = f"{ranks} ranks, but {ranks - left} slots in the hostfile"
-        raise UserError(Problem(kind="ranks", message=message, hint=f"use --ranks {ranks - left}", where="--ranks"))
+        slots = min(missing, host.slots)
+        if slots:
+            devices = None if host.devices is None else host.devices[:slots]
+            used.append(Host(host.name, slots, devices))
+        missing -= slots
+    if missing:
+        available = ranks - missing
+        message = f"{ranks} ranks, but {available} slots in the hostfile"
+        raise UserError(Problem(kind="ranks", message=message, hint=f"use --ranks {available}", where="--ranks"))
     return tuple(used)
 
 
@@ -283,7 +294,7 @@ def ask_hosts(
     patience_s: float = PATIENCE_S,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, dict[str, Any] | Unreachable]:
-    """Ask all hosts a question in parallel. Return each host's answer, or why the host did not answer."""
+    """Ask all hosts a question in parallel; return each host's answer, or why it has none."""
 
     async def ask() -> dict[str, dict[str, Any] | Unreachable]:
         async with conversations(hosts, ssh_port, module) as opened:
@@ -304,7 +315,7 @@ def own_address(hosts: Sequence[Host]) -> str:
 
 
 def listening_address(hosts: Sequence[Host], options: HostRequest) -> str:
-    """Return the address at which all hosts reach this machine; "" (all addresses) if it is unknown.
+    """Return the address at which all hosts reach this machine; "" (all addresses) if unknown.
 
     With ssh, each host tests a connection to this address in the preflight.
     """
@@ -314,13 +325,16 @@ def listening_address(hosts: Sequence[Host], options: HostRequest) -> str:
         address = socket.gethostbyname(options.master_addr or "")
     except OSError:
         return ""
-    # a name that resolves to loopback here, or the address of a router or service, cannot be bound by this machine
-    remote = address.startswith(LOOPBACK) and len(hosts) > 1
-    return "" if remote or interface_of(address) is None else address
+    # This machine cannot listen on the address of a router or service, and hosts cannot reach its loopback address.
+    unreachable = address.startswith(LOOPBACK) and len(hosts) > 1
+    return "" if unreachable or interface_of(address) is None else address
 
 
 def address_of(name: str, hosts: Sequence[Host]) -> str:
-    """Return an address of a host that others can reach. Raises UserError if the name does not resolve here."""
+    """Return an address of a host that others can reach.
+
+    Raises UserError if the name does not resolve here.
+    """
     try:
         address = socket.gethostbyname(name)
     except OSError as error:
@@ -330,7 +344,7 @@ def address_of(name: str, hosts: Sequence[Host]) -> str:
 
 
 def slurm_hosts() -> tuple[Host, ...]:
-    """Return the hosts of the current Slurm allocation. Raises UserError if there is no allocation."""
+    """Return the hosts of the current Slurm allocation. Raises UserError outside of one."""
     nodes = os.environ.get("SLURM_JOB_NODELIST")
     if not nodes:
         message = "outside a Slurm job, --launcher slurm needs --hostfile"

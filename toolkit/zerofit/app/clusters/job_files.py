@@ -26,7 +26,7 @@ NEEDED = {"slurm": ("nodes", "slots", "time"), "kubernetes": ("nodes", "slots", 
 
 @dataclass(frozen=True, kw_only=True)
 class JobFileRequest:
-    """A scheduler job: the run, where it runs, and the file to write. One field per flag of `zerofit launch`."""
+    """A scheduler job: the run, where it runs, and the file to write; a field per flag."""
 
     target: str | None  # model, run file or run folder
     flags: Mapping[str, Any]  # fields of the run that the user gave
@@ -83,38 +83,45 @@ def write_job_file(options: JobFileRequest) -> JobFile:
     complete = not problems
     check_size(options.nodes or 1, options.slots or 1, problems)
     env = problems.attempt(lambda: forwarded(options.env)) or {}
-    # a value from the environment may be a secret, so it is not written into the job
+    # A value from the environment may be a secret, so it is not written into the job.
     secret = {name: env.pop(name) for name in options.env if "=" not in name and name in env}
-    prepare = _slurm if options.slurm else _kubernetes
-    write = problems.attempt(lambda: prepare(options, _common(options, env), secret)) if complete else None
+    write = None
+    if complete:
+        common = {
+            "name": options.job_name or "zerofit",
+            "run": options.target,
+            "output": str(options.flags["output"]),
+            "nodes": options.nodes,
+            "slots": options.slots,
+            "device": options.device,
+            "env": env,
+        }
+        prepare = _prepare_slurm if options.slurm else _prepare_kubernetes
+        write = problems.attempt(lambda: prepare(options, common, secret))
     problems.attempt(lambda: _check_run(options, problems))
     problems.raise_if_any()
     assert write
     return write()
 
 
-def _common(options: JobFileRequest, env: Mapping[str, str]) -> dict[str, object]:
-    return {
-        "name": options.job_name or "zerofit",
-        "run": options.target,
-        "output": str(options.flags["output"]),
-        "nodes": options.nodes,
-        "slots": options.slots,
-        "device": options.device,
-        "env": env,
-    }
-
-
-def _slurm(options: JobFileRequest, common: Mapping[str, object], secret: Mapping[str, str]) -> Callable[[], JobFile]:
-    """Return the function that writes the sbatch file and a private file with the secrets. Raises UserError."""
+def _prepare_slurm(
+    options: JobFileRequest, common: Mapping[str, Any], secret: Mapping[str, str]
+) -> Callable[[], JobFile]:
+    """Return the function that writes the sbatch file and the secrets. Raises UserError."""
     file = options.slurm
     assert file
     names = ("time", "partition", "account", "save_s", "setup")
-    chosen = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    slurm_options = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     flags = _words(options) + ([f"--max-restarts={options.max_restarts}"] if options.max_restarts else [])
     env_file = file.absolute().with_name(f"{file.name}.env") if secret else None
-    named = {"env_file": str(env_file) if env_file else None, "env_file_names": tuple(secret)}
-    text = sbatch_text(SlurmJob(**common, **chosen, **named, flags=tuple(flags)))
+    job = SlurmJob(
+        **common,
+        **slurm_options,
+        env_file=str(env_file) if env_file else None,
+        env_file_names=tuple(secret),
+        flags=tuple(flags),
+    )
+    text = sbatch_text(job)
 
     def write() -> JobFile:
         new = write_once(file, text)
@@ -125,14 +132,16 @@ def _slurm(options: JobFileRequest, common: Mapping[str, object], secret: Mappin
     return write
 
 
-def _kubernetes(options: JobFileRequest, common: Mapping[str, Any], secret: Mapping[str, str]) -> Callable[[], JobFile]:
-    """Return the function that writes the manifest. The manifest refers to a Secret. Raises UserError."""
+def _prepare_kubernetes(
+    options: JobFileRequest, common: Mapping[str, Any], secret: Mapping[str, str]
+) -> Callable[[], JobFile]:
+    """Return the function that writes the manifest, which refers to a Secret. Raises UserError."""
     file = options.kubernetes
     assert file and options.image and options.claim
-    chosen: dict[str, Any] = {"max_restarts": options.max_restarts} if options.max_restarts else {}
+    restarts: dict[str, Any] = {"max_restarts": options.max_restarts} if options.max_restarts else {}
     job = KubernetesJob(
         **common,
-        **chosen,
+        **restarts,
         image=options.image,
         claim=options.claim,
         flags=tuple(_words(options)),
@@ -163,7 +172,9 @@ def _check_run(options: JobFileRequest, problems: Problems) -> None:
         message = f"{request.place('ranks')}: {run.ranks} ranks for {options.nodes} nodes with {options.slots} slots"
         problems.add("ranks", message, f"use --ranks {ranks} or fewer", request.place("ranks"))
         return
-    if run.model.startswith(PREFIX) or (options.kubernetes and any(map(_elsewhere, _files(run)))):
+    ds_config = run.ds_config if isinstance(run.ds_config, str) else None
+    paths = (run.model, run.pretrained, ds_config, run.chat_template, run.tokenizer)
+    if run.model.startswith(PREFIX) or (options.kubernetes and any(map(_is_elsewhere, paths))):
         return
     if ranks > MOST_RANKS:
         return  # reported already
@@ -171,19 +182,20 @@ def _check_run(options: JobFileRequest, problems: Problems) -> None:
         free = {name: Run.model_fields[name].default for name in CHOSEN}
         request = request.updated(fit=False, **free)
     accelerator = "cuda" if options.device == "gpu" else "cpu"
-    able = {"device_name": f"the cluster's {accelerator}", "fp16": True, "bf16": True}  # unknown here
-    machine = Machine(accelerator=accelerator, devices=ranks or run.ranks or 1, cores=ranks or 1, here=False, **able)
+    machine = Machine(
+        accelerator=accelerator,
+        devices=ranks or run.ranks or 1,
+        cores=ranks or 1,
+        here=False,
+        device_name=f"the cluster's {accelerator}",
+        fp16=True,  # this machine cannot know which precisions the cluster has
+        bf16=True,
+    )
     resolve_job(request, machine=machine, inputs=UNOPENED)
 
 
-def _files(run: Run) -> tuple[str | Path | None, ...]:
-    """Return the values of a run that may be paths or imports."""
-    ds_config = run.ds_config if isinstance(run.ds_config, str) else None
-    return run.model, run.pretrained, ds_config, run.chat_template, run.tokenizer
-
-
-def _elsewhere(name: str | Path | None) -> bool:
-    """Return whether a file, folder or module is missing here but may exist in the container image."""
+def _is_elsewhere(name: str | Path | None) -> bool:
+    """Return whether a file, folder or module is missing here but may be in the container image."""
     text = str(name or "")
     if names_callable(text):
         return True

@@ -1,4 +1,4 @@
-"""A node that starts its own ranks (`--no-ssh`) from launch specs that node 0 writes into the run folder."""
+"""A node that starts its own ranks (`--no-ssh`) from launch specs in the run folder."""
 
 from __future__ import annotations
 
@@ -27,36 +27,39 @@ RECENT_S = 600.0  # nodes do not start at the same time
 def follow(
     run: Run, hosts: Sequence[Host], options: HostRequest, report: Reporter, *, handle_signals: bool = False
 ) -> RunFolder:
-    """Start this node's ranks each time node 0 starts the run. Return the run folder when node 0 has ended.
+    """Start this node's ranks each time node 0 starts the run, until node 0 has ended.
 
-    Raises UserError without an output folder. Raises Stopped or RunFailed if node 0's run was stopped or failed.
+    Return the run folder. Raises UserError without an output folder, and Stopped or RunFailed if node 0's run was
+    stopped or failed.
     """
     if run.output is None:
         hint = "use the same --output on all nodes, on a shared file system"
         raise UserError(Problem(kind="output", message="--no-ssh without --output", hint=hint, where="--output"))
     folder = RunFolder(run.output.absolute())
-    began, done = time.time(), set[str]()
-    quiet, patience = time.monotonic(), LEADER_S
+    began, started_tokens = time.time(), set[str]()  # each start of node 0 has another token
+    # Node 0 holds the lock of the run folder from its start to its end. This node gives up once it has not seen the
+    # lock for `patience` seconds.
+    last_seen, patience = time.monotonic(), LEADER_S
     report.phase(f"node {options.node_rank}: waiting for node 0")
-    while time.monotonic() - quiet < patience:
+    while time.monotonic() - last_seen < patience:
         spec = _launch_spec(folder)
-        if spec is not None and spec.token not in done:
-            done.add(spec.token)
+        if spec is not None and spec.token not in started_tokens:
+            started_tokens.add(spec.token)
             _start(folder, spec, hosts, options, report, handle_signals)
-            quiet, patience = time.monotonic(), GONE_S
+            last_seen, patience = time.monotonic(), GONE_S
         elif is_held(folder):
-            quiet = time.monotonic()
+            last_seen = time.monotonic()
         elif _finished(folder, began):
             patience = GONE_S
         time.sleep(POLL_S)
     if _finished(folder, began):
         return folder
     if folder.stopped.exists():
-        at = json.loads(folder.stopped.read_text())
-        message = f"stopped on request after step {at['step']} of {at['steps']}; a checkpoint is saved"
+        done = json.loads(folder.stopped.read_text())
+        message = f"stopped on request after step {done['step']} of {done['steps']}; a checkpoint is saved"
         hint = "run the same command to resume"
         raise Stopped(Problem(kind="stopped", message=message, hint=hint, where=str(folder.path)))
-    message = "node 0 ended without a result" if done else "node 0 did not start this run"
+    message = "node 0 ended without a result" if started_tokens else "node 0 did not start this run"
     raise RunFailed(Problem(kind="leader", message=message, hint="see the output of node 0", where=str(folder.path)))
 
 
@@ -71,7 +74,7 @@ def _finished(folder: RunFolder, began: float) -> bool:
 def _launch_spec(folder: RunFolder) -> LaunchSpec | None:
     try:
         return LaunchSpec.read(folder.launch_spec) if is_held(folder) else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):  # not yet written, or still incomplete on a network file system
         return None
 
 

@@ -74,7 +74,7 @@ class RestartingRun:
     _new_folders: list[Path] = field(init=False, default_factory=list)  # folders created for the hosts' checks
 
     def run(self) -> TrainingResult:
-        """Run the ranks until they finish, and return the result. After a failure, restart the ranks.
+        """Run the ranks until they finish, and return the result; restart them after failures.
 
         Raises UserError, DoesNotFit, RunFailed and Stopped.
         """
@@ -106,8 +106,11 @@ class RestartingRun:
                     raise
                 raise RunFailed(error.problems[0]) from None  # a host failed after its last answer
             machine = machine_of(self.hosts, found)
-            # a run that fitted once restarts even if memory has been taken since
-            anyway, facts = self.anyway or attempt > 1, found.facts if found else None if self.options.no_ssh else {}
+            # A run that fitted once restarts even if other processes have taken memory since.
+            anyway = self.anyway or attempt > 1
+            # Without ssh, the gate checks only this node (None); with Slurm's launcher, it checks no node ({}).
+            unexamined = None if self.options.no_ssh else {}
+            facts = found.facts if found else unexamined
             gate = MemoryGate(self.report, anyway=anyway, hosts=self.hosts, facts=facts)
             where = {"machine": machine, "hosts": self.hosts}
             fitter = partial(fitted, report=self.report, gate=gate, anyway=self.anyway, **where)
@@ -136,12 +139,10 @@ class RestartingRun:
                 )
 
     def _would_recur(self, failure: RunFailed) -> bool:
-        """Return whether a restart would fail in the same way.
-
-        With --fit, the next start uses a smaller layout, so running out of memory would not recur.
-        """
-        fitted_layout = self.job is not None and self.job.fit is not None
-        return failure.problem.kind in RECURRING and not (fitted_layout and failure.problem.kind == OUT_OF_MEMORY)
+        """Return whether a restart would fail in the same way."""
+        # With --fit, the next start uses a smaller layout, so running out of memory would not recur.
+        has_fitted_layout = self.job is not None and self.job.fit is not None
+        return failure.problem.kind in RECURRING and not (has_fitted_layout and failure.problem.kind == OUT_OF_MEMORY)
 
     def _ready(self, port: int) -> Preflight | None:
         if not self.options.over_ssh:
@@ -212,31 +213,29 @@ class RestartingRun:
 
     def _continue_on(self, hosts: list[Host], missing: list[str]) -> None:
         assert self.job and self.folder
+        # Only the data parallel degree can shrink: the other degrees decide which part of the model a rank has.
         layout, batch = self.job.layout, self.job.batch
-        slots = sum(host.slots for host in hosts)
-        fewer = regroup(batch, layout.world_size // layout.dp, slots)
-        if fewer is None:
-            inner = layout.world_size // layout.dp
-            message = f"{slots} slots left, too few for tensor x pipeline x sequence degree {inner}"
+        slots, ranks_per_replica = sum(host.slots for host in hosts), layout.world_size // layout.dp
+        regrouped = regroup(batch, ranks_per_replica, slots)
+        if regrouped is None:
+            message = f"{slots} slots left, too few for tensor x pipeline x sequence degree {ranks_per_replica}"
             raise RunFailed(Problem(kind="too-few-nodes", message=message, where=str(self.folder.path)))
-        ranks, smaller = fewer
+        ranks, smaller = regrouped
         self.report.note(f"continuing without {', '.join(missing)}: {shown(smaller)}; before: {shown(batch)}")
         self.hosts = filled(hosts, ranks)
-        sizes = {"micro_batch": smaller.micro, "gradient_accumulation_steps": smaller.accumulation}
-        fewer_ranks: dict[str, int | None] = {"ranks": ranks, "global_batch": smaller.total}
+        fields: dict[str, int | None] = {"ranks": ranks, "global_batch": smaller.total}
         if self.request.run.micro_batch_by_rank not in (None, "auto"):
-            fewer_ranks["micro_batch_by_rank"] = None  # the ranks that it names no longer exist
-        if self.request.run.fit:  # choose a new layout
-            self.request = replace(
-                self.request, places={**self.request.places, **dict.fromkeys(fewer_ranks, "--min-nodes")}
-            )
+            fields["micro_batch_by_rank"] = None  # the ranks that it names no longer exist
+        if self.request.run.fit:  # the next start chooses a new layout for these values
+            places = {**self.request.places, **dict.fromkeys(fields, "--min-nodes")}
+            self.request = replace(self.request, places=places)
         else:
-            fewer_ranks |= sizes
-        self.request = self.request.updated(**fewer_ranks)
+            fields |= {"micro_batch": smaller.micro, "gradient_accumulation_steps": smaller.accumulation}
+        self.request = self.request.updated(**fields)
 
 
 def _stop_after(problem: Problem, folder: RunFolder) -> None:
-    """Raise Stopped if the run failed while stopping on request and has a checkpoint to resume from."""
+    """Raise Stopped if the run failed while it stopped on request, and has a checkpoint."""
     checkpoints = Store(folder.checkpoints).entries()
     if checkpoints:
         message = f"failed while stopping on request ({problem.message}); step {checkpoints[-1].step} is saved"
