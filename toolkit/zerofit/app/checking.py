@@ -46,7 +46,7 @@ class ResolvedConfig:
     config: dict[str, Any]
     reasons: list[dict[str, Any]]  # "path", "value" and "why"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the keys that `zerofit check --resolve --json` adds."""
         return {"resolved": self.config, "reasons": self.reasons}
 
@@ -83,7 +83,7 @@ class CheckResult:
         except UnclearValue:
             return ""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the object that `zerofit check --json` prints."""
         return {
             "file": self.file,

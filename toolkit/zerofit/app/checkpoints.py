@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from zerofit.checkpoint.foreign import Foreign, foreign_at, foreign_in
 from zerofit.checkpoint.model_folder import refuse_existing
 from zerofit.checkpoint.store import (
     CheckpointEntry,
     Damage,
-    Manifest,
     Store,
     is_own,
     locate,
@@ -57,7 +57,7 @@ class CheckpointSummary:
         """Whether the checkpoint has no known damage."""
         return not self.problems
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return one row of the data that `zerofit ckpt ls --json` prints."""
         return {**asdict(self), "path": str(self.path), "whole": self.whole}
 
@@ -70,7 +70,7 @@ class CheckpointList:
     checked: str  # "sizes" or "checksums"
     checkpoints: list[CheckpointSummary]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the data that `zerofit ckpt ls --json` prints."""
         rows = [row.to_dict() for row in self.checkpoints]
         return {"folder": str(self.folder), "checked": self.checked, "checkpoints": rows}
@@ -81,7 +81,7 @@ class CheckpointDescription(CheckpointSummary):
     """A checkpoint with its model, data and training settings."""
 
     model: str | None  # for other programs' checkpoints: the class in config.json
-    model_args: dict[str, Any]
+    model_args: Mapping[str, object]
     parameters: int
     task: str | None  # other programs save neither task, data, batch nor steps
     data: str | None
@@ -89,7 +89,7 @@ class CheckpointDescription(CheckpointSummary):
     optimizer: str | None
     batch: Batch | None
     steps: int | None  # total steps of the run
-    figures: dict[str, Any]  # of the last step: loss, lr, ...
+    figures: Mapping[str, object]  # of the last step: loss, lr, ...
     versions: dict[str, str]
     files: dict[str, int]  # bytes, by path within the checkpoint
     name: str = ""  # of other programs' checkpoints: "a checkpoint by DeepSpeed: ZeRO-3, 2 ranks, step 3"
@@ -108,7 +108,7 @@ class VerifyResult:
         """Whether the checkpoint has no damage."""
         return not self.problems
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the data that `zerofit ckpt verify --json` prints."""
         return {"path": str(self.path), "step": self.step, "ok": self.ok, "problems": [vars(d) for d in self.problems]}
 
@@ -155,13 +155,13 @@ class Checkpoint:
             rows = []
             for facts in map(facts_of, found):
                 damage = facts.damage or (verify_foreign(facts.found, report.status) if deep else [])
-                rows.append(CheckpointSummary(**_foreign_summary(facts, damage)))
+                rows.append(_foreign_summary(facts, damage))
             return CheckpointList(folder=path, checked="checksums" if deep else "sizes", checkpoints=rows)
         store = store_of(path, "RUN") or Store(path.absolute().parent)
         rows = []
         for entry in store.entries():
             damage = entry.damage or (verify(entry.path, report.status) if deep else [])
-            rows.append(CheckpointSummary(**_summary(entry, damage)))
+            rows.append(_summary(entry, damage))
         return CheckpointList(folder=store.folder, checked="checksums" if deep else "sizes", checkpoints=rows)
 
     def describe(self, *, on_event: OnEvent | None = None) -> CheckpointDescription:
@@ -173,7 +173,7 @@ class Checkpoint:
         job, facts, run = manifest.job, manifest.job.facts, manifest.job.run
         entry = CheckpointEntry(step=manifest.step, path=path, manifest=manifest, damage=[])
         return CheckpointDescription(
-            **_summary(entry, []),
+            **vars(_summary(entry, [])),
             **{name: getattr(run, name) for name in ("model", "model_args", "data", "precision", "optimizer")},
             parameters=facts.parameters,
             task=facts.task,
@@ -215,11 +215,12 @@ class Checkpoint:
         """Verify every byte, then write a transformers model as a folder, or another as one file.
 
         The file of another model is a safetensors file. Adapters are written in peft's format. `merge`: merge the
-        adapters into the full model. With `merge`, this checkpoint may also be a folder of adapters, or a run folder
-        without checkpoints. `dtype`: type of the parameters (default: the run's precision). `max_shard_size`: size limit
-        of each file of a transformers model. A custom model `package.module:callable` is imported and called only with
-        `trust_model_code`. `model`: the folder with config.json and the tokenizer, if another program's checkpoint lacks
-        them. `repair`: if the file of a rank is lost, use its weights from the 16-bit copy in the checkpoint.
+        adapters into the full model. With `merge`, this checkpoint may also be a folder of adapters, or a run
+        folder without checkpoints. `dtype`: type of the parameters (default: the run's precision).
+        `max_shard_size`: size limit of each file of a transformers model. `model`: the folder with config.json and
+        the tokenizer, if another program's checkpoint lacks them. `repair`: if the file of a rank is lost, use its
+        weights from the 16-bit copy in the checkpoint. A custom model `package.module:callable` is imported and
+        called only with `trust_model_code`.
         """
         shard_bytes, report = parse_bytes(max_shard_size, "--max-shard-size"), Reporter(on_event)
         report.status("importing torch ...")  # here and below: takes seconds, so only methods that need it do it
@@ -303,18 +304,18 @@ class Checkpoint:
         return diff(self.path, other.path if isinstance(other, Checkpoint) else Path(other), states, report)
 
 
-def _foreign_summary(facts: ForeignFacts, damage: list[Damage]) -> dict[str, Any]:
-    return {
-        "step": facts.step if facts.step is not None else 0,
-        "path": facts.found.path,
-        "samples": facts.samples,
-        "created": facts.created,
-        "world_size": facts.ranks,
-        "bytes": facts.bytes,
-        "layout": facts.layout,
-        "problems": damage,
-        "program": facts.found.program,
-    }
+def _foreign_summary(facts: ForeignFacts, damage: list[Damage]) -> CheckpointSummary:
+    return CheckpointSummary(
+        step=facts.step if facts.step is not None else 0,
+        path=facts.found.path,
+        samples=facts.samples,
+        created=facts.created,
+        world_size=facts.ranks,
+        bytes=facts.bytes,
+        layout=facts.layout,
+        problems=damage,
+        program=facts.found.program,
+    )
 
 
 def _foreign_description(found: Foreign) -> CheckpointDescription:
@@ -323,7 +324,7 @@ def _foreign_description(found: Foreign) -> CheckpointDescription:
 
     facts, state = facts_of(found), FullState(found.path)
     return CheckpointDescription(
-        **_foreign_summary(facts, facts.damage),
+        **vars(_foreign_summary(facts, facts.damage)),
         name=facts.name,
         model=facts.model,
         model_args={},
@@ -340,15 +341,15 @@ def _foreign_description(found: Foreign) -> CheckpointDescription:
     )
 
 
-def _summary(entry: CheckpointEntry, damage: list[Damage]) -> dict[str, Any]:
-    manifest: Manifest | None = entry.manifest
-    return {
-        "step": entry.step,
-        "path": entry.path,
-        "samples": manifest and manifest.samples,
-        "created": manifest and manifest.created,
-        "world_size": manifest and manifest.world_size,
-        "bytes": manifest and manifest.total_bytes,
-        "layout": manifest and manifest.job.layout,
-        "problems": damage,
-    }
+def _summary(entry: CheckpointEntry, damage: list[Damage]) -> CheckpointSummary:
+    manifest = entry.manifest  # None if it is damaged
+    return CheckpointSummary(
+        step=entry.step,
+        path=entry.path,
+        samples=manifest and manifest.samples,
+        created=manifest and manifest.created,
+        world_size=manifest and manifest.world_size,
+        bytes=manifest and manifest.total_bytes,
+        layout=manifest and manifest.job.layout,
+        problems=damage,
+    )

@@ -56,7 +56,7 @@ class DataView:
     valid_samples: int
     samples: tuple[SampleView, ...]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the data that `zerofit data --json` prints."""
         return asdict(self)
 

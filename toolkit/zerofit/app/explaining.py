@@ -1,4 +1,4 @@
-"""Explain why a run ran out of memory, from its log, its memory snapshot or its folder (`zerofit explain`)."""
+"""Explain why a run ran out of memory, from its log, snapshot or folder (`zerofit explain`)."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def _texts(folder: RunFolder) -> Iterator[tuple[str, str]]:
 
 
 def _stored_forecast(explanation: Explanation, job: Job, measured: Mapping[str, object]) -> ForecastAtMoment:
-    """Return the forecast of the run's start for the moment of the failure, with what was measured."""
+    """Return the forecast that the run stored at its start, with what a rank used."""
     forecast = job.forecast
     assert forecast is not None
     phase = PHASES.get(explanation.phase, "")

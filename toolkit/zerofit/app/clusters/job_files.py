@@ -57,7 +57,7 @@ class JobFile:
     new: bool  # False: the same file existed already
     hand_in: str  # command that submits it
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the data that `zerofit launch --slurm --json` prints."""
         return asdict(self)
 

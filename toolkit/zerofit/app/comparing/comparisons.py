@@ -208,7 +208,10 @@ class _RowRunner:
     def __init__(
         self, setup: ComparisonSetup, kind: Kind, job: CompareJob, question: Mapping[str, object], anyway: bool
     ):
-        """`question`: inputs of the rows, besides the job. Raises UserError if the folder has other contents."""
+        """Open the folder of rows. Raises UserError if it has other contents.
+
+        `question`: inputs of the rows, besides the job.
+        """
         code = model_code(job.model)  # rows from before and after a change of a user's model must not mix
         identity = {"job": vars(job), **question, "code": code_hash(code) if code else None}
         self.store, self._report = RowStore(setup.request.run.output, kind, identity), setup.report

@@ -55,7 +55,7 @@ class Laboratory:
     experiments: Sequence[Done]
     written: Sequence[str]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the data that `zerofit compare all --json` prints."""
         experiments = [
             {"name": experiment.name, "question": experiment.question, "command": command, **compared.to_dict()}

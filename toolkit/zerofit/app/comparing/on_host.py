@@ -1,7 +1,8 @@
-"""One process of a row on another host, started over ssh: `python -m zerofit.app.comparing.on_host`.
+"""One process of a row on another host, started over ssh.
 
-The first line of standard input is JSON: the job's folder, the device, the slots and the environment. The process
-exits when standard input ends, since the command that started it has then died.
+`python -m zerofit.app.comparing.on_host` reads a first line of JSON from standard input: the job's folder, the device,
+the slots and the environment. The process exits when standard input ends, since the command that started it has then
+died.
 """
 
 from __future__ import annotations

@@ -362,7 +362,7 @@ class Comparison(Generic[AnyRow]):
     critical_batch: float | None = None  # batch sizes only, in samples
     written: Sequence[str] = ()
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the data that `zerofit compare --json` prints; results.json lacks `written`."""
         data = {"kind": self.kind, "about": self.about, "versions": versions()}
         data["rows"] = [row.to_dict() for row in self.rows]

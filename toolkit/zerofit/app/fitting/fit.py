@@ -1,4 +1,4 @@
-"""`--fit`: choose everything that a run leaves open, and record the choice in the run folder."""
+"""Choose everything that a run with `--fit` leaves open, and record the choice."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ class MeasuredScaling:
         return self.factor * step_s
 
     def with_narrower_errors(self, result: PlanResult) -> PlanResult:
-        """Return the result with narrower error intervals, since a measurement corrects its step times."""
+        """Return the result with narrower error intervals, since step times are corrected."""
 
         # An error that all layouts of one model on one machine share is in the factor, so it cancels.
         def narrowed(ranked: tuple[RankedLayout, ...]) -> tuple[RankedLayout, ...]:
@@ -314,7 +314,7 @@ def _refused(message: str, hint: str) -> UserError:
 def _scaled_to_step(
     path: Path, trace: ReadTrace, job: Job, calibration: Calibration, cluster: Cluster, report: Reporter
 ) -> TraceCalibration:
-    """Return the calibration with factors that make the forecast of the traced step its measured time."""
+    """Return the calibration with which the forecast of the traced step is its measured time."""
     layout, profile = PlannedLayout.of(job), _profile_of(job, cluster, report)
     nodes = max(1, layout.world_size // cluster.gpus)
     cluster = replace(cluster, gpus=layout.world_size // nodes, nodes=nodes)

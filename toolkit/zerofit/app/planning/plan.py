@@ -131,7 +131,7 @@ class PlannedRun:
             raise UserError(Problem(kind="engine", message=message, hint=hint))
         return Run(**self.fields, ds_config=self.ds_config)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return a row of `layouts` in `zerofit plan --json`."""
         return self.ranked.to_dict()
 
@@ -232,7 +232,7 @@ class Plan:
         write_trace(Path(path), trace)
         return Path(path)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the data that `zerofit plan --json` prints."""
         data = self.result.to_dict()
         data["top"] = self.request.top

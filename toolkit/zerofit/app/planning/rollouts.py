@@ -68,7 +68,7 @@ class Arrangement:
         """Whether all phases fit. If the engine has GPUs of its own, it has to fit too."""
         return self.memory.fits and (self.memory.engine is not None or self.engine is None or self.engine.fits)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return a row of `arrangements` in `zerofit plan --method --json`."""
         engine, memory = self.engine, self.memory
         return {
@@ -126,7 +126,7 @@ class RolloutPlan:
             return f"{data} bash {config}"
         return f"{METHODS[self.name].command} --config {config} --dataset_name DATA" if config else None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the data that `zerofit plan --method --json` prints."""
         profile = self.setup.profile
         return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import get_args
 
 from zerofit.app.planning.largest_fit import LargestFit, maximum_of
 from zerofit.app.planning.plan import Plan, PlannedRun
@@ -34,7 +34,7 @@ class MethodFit:
         """The fastest layout; None if nothing fits."""
         return next(iter(self.plan.layouts), None)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return a row of `methods` in `zerofit plan --json`."""
         profile = self.plan.profile
         return {
@@ -59,7 +59,7 @@ class MethodComparison:
         """The best layout of each method that fits."""
         return [row.best for row in self.rows if row.best]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the data that `zerofit plan --methods --json` prints."""
         first = self.rows[0].plan
         return {

@@ -1,4 +1,4 @@
-"""Training in processes that a launcher has started: deepspeed, torchrun, srun, mpirun, accelerate.
+"""Training in processes that a launcher (deepspeed, torchrun, srun, ...) has started.
 
 The first process prepares and supervises the run, like `zerofit train` on one machine, and starts a guard for its
 own rank. The other processes wait for the first one. Then each becomes the guard of its rank (`watch.follow`).

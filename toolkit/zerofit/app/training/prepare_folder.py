@@ -247,7 +247,7 @@ def _named_checkpoint(path: Path, report: Reporter) -> CheckpointEntry:
 
 
 def _start_from_foreign(foreign: Foreign, job: Job, report: Reporter) -> Start:
-    """Return the start from a checkpoint of another program. Raises UserError if it does not suit the job."""
+    """Return the start from another program's checkpoint. Raises UserError."""
     from zerofit.checkpoint.foreign_facts import facts_of, verify_foreign
     from zerofit.checkpoint.full_state import FullState
 

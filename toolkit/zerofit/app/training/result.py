@@ -51,7 +51,7 @@ class TrainingResult:
         """Return the result that rank 0 wrote into the run folder."""
         return cls(run_dir=str(folder.path), **values)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the data that `zerofit train --json` prints."""
         values = asdict(self)
         for name in ("sample", "stages"):

@@ -140,7 +140,7 @@ class Session:
         self._locks.close()
 
     def _share_job(self, model: nn.Module | None) -> tuple[Job, RunFolder]:
-        """Let rank 0 prepare the run, and return its job and folder on all ranks. Raises UserError, DoesNotFit."""
+        """Let rank 0 prepare the run; return its job and folder. Raises UserError and DoesNotFit."""
         if "RANK" not in os.environ:  # plain python
             os.environ.update(ALONE, MASTER_PORT=str(free_port()))
         local_size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1")  # torchrun sets the first

@@ -49,7 +49,7 @@ def tune(
     anyway: bool = False,
     on_event: OnEvent | None = None,
 ) -> TuneResult:
-    """Measure short real runs, and write the fastest configuration as ds_config.json and run.yaml.
+    """Measure short real runs, and write the fastest as ds_config.json and run.yaml.
 
     The search covers ZeRO stage, offload, micro batch x accumulation at the run's global batch, activation
     checkpointing and overlap. It also covers the sizes of bucket, prefetch and persistence, and the degrees of tensor,
