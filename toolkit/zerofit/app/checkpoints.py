@@ -274,6 +274,7 @@ class Checkpoint:
         problems.raise_if_any()
         if to == "hf":
             result = self.export(out, dtype=dtype, model=model, repair=repair, on_event=on_event)
+            # `hf` is an export with the result of a conversion.
             size = sum((result.out / file).stat().st_size for file in result.files)
             from zerofit.checkpoint.conversion import ConvertResult
 

@@ -206,6 +206,7 @@ def _with_simulation(explanation: Explanation, simulation: Simulation) -> Explan
         Change(change=row.change, reserved_bytes=row.reserved_bytes, fits=row.fits, slowdown=row.slowdown)
         for row in simulated
     ]
+    # A change that needs as much memory does not help, even if it fits by forecast.
     smaller = [row for row in changes if (row.reserved_bytes or 0) < simulation.reserved_bytes]
     return replace(explanation, forecast=forecast, changes=tuple(smaller) or explanation.changes)
 

@@ -67,6 +67,7 @@ def replay(
     folder.refuse_other(run, "give the --output of a run", "RUN")
     refuse_if_held(folder)
     job = Job.read(folder)
+    # A run folder may come from somebody else, and its run.json may name code as the model.
     refuse_foreign_code(folder.run, trust_model_code, model=job.run.model, model_args=job.run.model_args)
     losses = _losses(folder)
     last = step or _failed_step(folder, losses, job)

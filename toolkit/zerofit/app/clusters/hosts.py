@@ -209,6 +209,7 @@ def cluster_site(
     folder: RunFolder,
 ) -> LaunchSite:
     """Return how to start the job's ranks on these hosts, which are filled one after another."""
+    # A run may need fewer ranks than the hosts have slots. The runner can refuse the hosts that are left.
     used, problems = filled(hosts, job.layout.world_size), Problems()
     options.deepspeed_runner.check(used, problems)
     problems.raise_if_any()

@@ -164,6 +164,7 @@ def _check_run(options: JobFileRequest, problems: Problems) -> None:
 
     if options.target is None:
         return
+    # A pod sees other files than this machine: those of its image and of the claim's volume.
     if options.kubernetes and is_run_file(options.target) and not Path(options.target).exists():
         return  # the path is on the claim's volume
     request = read_request(options.target, options.flags, options.trust_model_code)

@@ -131,6 +131,7 @@ def compare_sizes(
     _check_sizes(ranks, epochs, per_rank, finish, setup.problems)
     largest = {"ranks": max(ranks.values()), "global_batch": max(sizes)}
     evaluated = setup.request.run.eval_samples or ALL_SAMPLES
+    # The largest size needs the most ranks and samples, so it stands for all sizes in the checks.
     job = setup.resolve({"epochs"}, batch_option="--sizes", has_accuracy=True, eval_samples=evaluated, **largest)
     question = {"scale_lr": scale_lr, "per_rank": per_rank, "finish": finish, "target": target, "epochs": epochs}
     runner = _RowRunner(setup, "batch-size", job, {**question, "sizes": list(sizes), "seeds": seeds}, anyway)
@@ -148,6 +149,7 @@ def compare_sizes(
         settings = {"ranks": ranks[size], "global_batch": size, "lr": phases[0][2], "phases": phases, "seed": seed}
         rows.append(runner.size_row(replace(job, strategy=strategy, target=target, **settings)))
     summary = summarize_sizes(rows)
+    # The formula is for one batch size during the whole run.
     critical = None if finish else critical_batch(summary)
     about = _about(job) | question
     compared = Comparison(kind="batch-size", about=about, rows=rows, summary=summary, critical_batch=critical)

@@ -94,6 +94,7 @@ class ComparisonSetup:
         if job.steps <= WARM:
             message = f"{job.steps} steps are too few: the first {WARM} are not timed"
             problems.add("bad-value", message, f"use {WARM + 1} or more", self.request.place("steps"))
+        # Strategies must compute the same sums, so every rank gets equally many samples.
         if job.global_batch % job.ranks:
             below = job.global_batch // job.ranks * job.ranks
             hint = f"use {batch_option} {below or job.ranks} or {below + job.ranks}"

@@ -60,6 +60,7 @@ def _rank(server: int, folder: Path, env: dict[str, str], log: str, pages: Pages
         threads = env.get("OMP_NUM_THREADS")
         if threads and threads != os.environ.get("OMP_NUM_THREADS"):  # OpenMP reads the variable only when it loads
             torch.set_num_threads(int(threads))
+        # the environment of a process that its own command line had started
         os.environ.clear()
         os.environ.update(env)
         touch(pages)

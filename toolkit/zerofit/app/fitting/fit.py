@@ -61,7 +61,9 @@ def fitted(
     # An earlier choice is reused. If a rank ran out of memory with it, the layout is chosen again among smaller ones,
     # from the options that the user gave then.
     known = read_choice(folder)
-    if known and not request.run.fit and _continues(request, folder):
+    places = [Path(request.places[name].rpartition(":")[0]).absolute() for name in CHOSEN if name in request.places]
+    is_resume = bool(places) and all(place == folder.run for place in places)  # no flag sets a field of the layout
+    if known and not request.run.fit and is_resume:
         if not known.ran_out:
             return request, known
         free = {name: Run.model_fields[name].default for name in ("ranks", *CHOSEN)} | known.given

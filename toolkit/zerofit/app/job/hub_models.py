@@ -30,6 +30,7 @@ def with_local_model(request: RunRequest, report: Reporter) -> RunRequest:
     name = request.run.model
     if name.startswith(PREFIX):
         return request.updated(model=str(_snapshot(name.removeprefix(PREFIX), request.place("model"), report)))
+    # These names are paths or code, never another spelling of a preset.
     if "/" in name or Path(name).exists() or names_callable(name):
         return request
     request = _with_preset(request, preset_of(name), report)
@@ -58,6 +59,7 @@ def _snapshot(name: str, place: str, report: Reporter) -> Path:
     report.status(f"looking for {repository} on the hub and in {constants.HF_HUB_CACHE} ...")
     try:
         with hub_if_reachable():
+            # A repository may have the same weights in several formats. Only one of them is downloaded.
             patterns: list[str] = [*FILES]
             if not constants.HF_HUB_OFFLINE:
                 files = list_repo_files(repository, revision=revision or None)

@@ -56,6 +56,7 @@ def from_saved(request: RunRequest, trust_model_code: bool = False) -> RunReques
     if (folder / ADAPTERS).is_file():
         return request  # the catalog refuses it with a hint
     refuse_foreign_code(folder / CARD, trust_model_code, model=info.model, model_args=info.model_args)
+    # arguments of the request win over those with which the model was saved
     model_args = {**info.model_args, **request.run.model_args}
     return request.updated(model=info.model, pretrained=folder, model_args=model_args)
 
@@ -107,6 +108,7 @@ def assumed_inputs(
     from zerofit.models.hf_config import make_config
     from zerofit.models.vision import published_inputs
 
+    # The default inputs are those with which the model was published. A config of the user's own may have others.
     if is_image(task) or task == "table":
         published = published_inputs(source)
         if source.family == "transformers" and source.path and isinstance(published, ImageInputs):
@@ -153,6 +155,7 @@ def input_option(inputs: Inputs | None) -> str | None:
         return f"image:{inputs.channels}x{inputs.size}x{inputs.size}"
     if isinstance(inputs, TableInputs):
         return f"features:{inputs.features}"
+    # models that compute their own loss have named inputs; the one of images or spectrograms decides the sizes
     for tensor in inputs.tensors if isinstance(inputs, NamedInputs) else ():
         if tensor.name == "pixel_values" or tensor.image:
             channels, size = tensor.image or tensor.shape[:2]

@@ -51,6 +51,7 @@ def confirm_written(plan: Plan, report: Reporter) -> Plan:
     """
     known = {confirmation.layout: confirmation for confirmation in plan.confirmed}
     first = plan.result.plainest or 0
+    # the chosen layout first, then the others from fast to slow
     for number in [first, *(n for n in range(len(plan.layouts)) if n != first)][:MOST]:
         if number not in known:
             row = plan.result.layouts[number]

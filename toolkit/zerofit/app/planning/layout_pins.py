@@ -115,6 +115,7 @@ def decided(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the knobs that these fields fix. The fields may contain a DeepSpeed JSON."""
     config = given.get("ds_config", {})
     knobs = {knob: get(config, key, "auto") for knob, key in KEYS.items()}
+    # DeepSpeed reads the degree only if expert parallelism is enabled.
     if get(config, "expert_parallel.enabled") is not True:
         knobs.pop("ep")
     knobs |= {knob: given[field] for knob, field in FIELDS.items() if field in given}

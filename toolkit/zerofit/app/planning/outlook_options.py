@@ -51,6 +51,7 @@ def read_work(options: Mapping[str, Any]) -> Work | None:
         "storage": lambda value: parse_bytes(str(value), "--storage"),
         "timed_by": lambda value: measured_times(Path(value)),
     }
+    # Each reader raises its own problem, so that a user sees all of them at once.
     for name, value in given.items():
         values[name] = problems.attempt(lambda name=name, value=value: readers[name](value))
     if "tokens" in given and "samples" in given:

@@ -166,6 +166,7 @@ def ds_config(layout: PlannedLayout, profile: Profile, nvme_path: str) -> dict[s
         if layout.bucket != bucket_elements(profile.trained):
             for key in {"reduce_bucket_size", "allgather_bucket_size"} & set(zero):
                 zero[key] = layout.bucket
+        # sizes that differ from what "auto" becomes: the plan keeps more parameters gathered
         if layout.zero_stage == 3 and layout.persistence > stage3_sizes(profile).persistence:
             zero["stage3_prefetch_bucket_size"] = layout.prefetch
             zero["stage3_param_persistence_threshold"] = layout.persistence

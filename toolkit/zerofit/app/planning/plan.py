@@ -228,6 +228,7 @@ class Plan:
             message, hint = "there is no layout to trace", "ask for a layout that DeepSpeed supports"
             raise UserError(Problem(kind="nothing-fits", message=message, hint=hint, where="--trace"))
         ranked = planned.ranked
+        # scaled to the plan's step time, which measurements may have corrected
         trace = trace_of_layout(self.profile, self.cluster, self.result.rates, ranked.layout, ranked.step_s)
         write_trace(Path(path), trace)
         return Path(path)

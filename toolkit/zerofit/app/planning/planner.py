@@ -160,6 +160,7 @@ def plan_for(cluster: Cluster, request: PlanningRequest, report: Reporter) -> Pl
     """Return the plan for one cluster."""
     setup, file = setup_of(cluster, request, report)
     if request.maximum:
+        # The plan is for the largest value that fits by forecast. Simulations confirm it, or find a smaller one.
         setup, largest_fit = maximum_of(setup, cluster, request.maximum, report)
         plan = _plan_of(setup, cluster, request, file, largest_fit)
         if request.profile is not None:  # without importing torch

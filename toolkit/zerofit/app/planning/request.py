@@ -61,17 +61,20 @@ class PlanningRequest:
         if isinstance(self.model, Run):
             fields = {name: getattr(self.model, name) for name in self.model.model_fields_set}
             pins = {name: fields[name] for name in LayoutPins.__annotations__ if name in fields}
+            # An option of the plan wins over the same field of the run.
             object.__setattr__(self, "pins", {**pins, **self.pins})
             object.__setattr__(self, "model", self.model.model)
         if (optimizer := self.pins.get("optimizer")) and optimizer not in PLANNED:
             message = f"--optimizer {optimizer}: plan cannot forecast its states"
             problems.add("usage", message, f"use one of {', '.join(PLANNED)}, or simulate", "--optimizer")
         if kernel := self.pins.get("attn_implementation"):
+            # transformers reads the kernel of attention from the config, so it is an argument of the model here
             args = {**(self.pins.get("model_args") or {}), "attn_implementation": kernel}
             object.__setattr__(self, "pins", {**self.pins, "model_args": args})
         of_run = {n: v for n, v in self.pins.items() if v is not None and n in Run.model_fields and n != "ds_config"}
         problems.attempt(lambda: load_run(None, of_run))  # refuses --micro-batch 0 and the like
         if (config := problems.attempt(lambda: self.ds_config)) is not None:
+            # The checks below need the JSON. If it is unreadable, its own problem is enough.
             if keys := uncounted(self.pins, config):
                 note = f"the forecasts do not include {', '.join(keys)} of the DeepSpeed JSON"
                 object.__setattr__(self, "notes", (note,))
@@ -82,6 +85,7 @@ class PlanningRequest:
         if (self.model is None) == (self.profile is None):
             problems.add("usage", "plan needs MODEL or --profile FILE", "use one of them", "MODEL")
         if isinstance(self.model, str):
+            # A hub name of the same shape as a preset gets the preset's name: forecasts need only the shape.
             shape = shape_named(self.model)
             object.__setattr__(self, "model", shape.name)
             object.__setattr__(self, "notes", (*self.notes, *filter(None, (shape.note, left_out(shape.name)))))
@@ -145,6 +149,7 @@ class PlanningRequest:
         if profile.seq_len is not None and self.image not in (None, PACKED) and not gives_loss(profile.task):
             message = f"{profile.model} uses tokens, but --input is for images"
             problems.add("flag", message, "remove it; --seq-len sets the number of tokens", "--input")
+        # DeepSpeed's hybrid engine replaces modules of known models, and is wrong for some of them.
         fault = HYBRID_ENGINE_FAULTS.get(profile.model_type or "")
         if fault and get(self.ds_config, "hybrid_engine.enabled") is True:
             message = hybrid_engine_error(profile.model_type or "", fault)
@@ -163,6 +168,7 @@ class PlanningRequest:
         if Path(model).suffix in (".yaml", ".yml"):
             hint = f"name its model; `zerofit simulate {model}` shows what that run needs"
             problems.add("usage", f"plan needs a MODEL, but {model} is a run", hint, "MODEL")
+        # Configs of GPT-2's family call the limit n_positions.
         config = {**PRESETS.get(model, {}), **self.pins.get("model_args", {})}
         longest = config.get("n_positions") or config.get("max_position_embeddings")
         seq_len = self.pins.get("seq_len")

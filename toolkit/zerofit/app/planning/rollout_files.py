@@ -91,6 +91,7 @@ def verl_overrides(chosen: Chosen, cluster: Cluster) -> dict[str, object]:
     layout, s, engine = chosen.planned.layout, chosen.settings, chosen.engine
     assert engine
     length, pins = chosen.planned.profile.seq_len or 0, chosen.planned.request.pins
+    # verl counts batches in prompts; the layout counts completions.
     prompts = layout.global_batch // s.num_generations
     scored = s.log_prob_micro_batch_size_per_gpu or layout.micro_batch
     actor = {

@@ -78,6 +78,7 @@ def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) 
             report.note(
                 f"--liger-kernel changes only step times: memory is that of the kernels traced in {request.profile}"
             )
+        # a profile is stored as traced, without the split of sequences between tensor parallel ranks
         stored = with_split_sequence(stored) if wanted.software.tensor_sequence_parallel else stored
         setup = SearchSetup(profile=stored, request=wanted, top=request.top, correct=correct)
         return setup, request.profile

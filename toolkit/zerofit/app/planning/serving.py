@@ -68,6 +68,7 @@ class ServingPlan:
     def remedies(self) -> list[str]:
         """Settings with which vLLM starts."""
         engine, s, remedies = self.engine, self.engine.settings, []
+        # If low is above high, no utilization has room both for vLLM's own memory and for what it does not count.
         low, high = engine.smallest_utilization, engine.largest_utilization
         if low <= high:
             remedies.append(f"gpu_memory_utilization={max(low, min(s.gpu_memory_utilization, high)):.2f}")
@@ -137,6 +138,7 @@ def _unquantized(source: ModelSource, args: dict[str, Any], patterns: tuple[str,
 
     if not patterns:
         return 0
+    # Patterns name modules, so the model is built, without memory for its weights.
     with torch.device("meta"):
         model: Any = build(source, None, args)
     tables = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module}
@@ -179,6 +181,7 @@ def serve(model: str | None, cluster: Cluster, pins: Mapping[str, Any], values: 
     problems.raise_if_any()
     assert model and settings
     served = served_model(model, pins.get("model_args") or {})
+    # Each format needs other bytes per weight, so an unknown format cannot be forecast as the nearest by itself.
     if served.published not in (None, *BITS) and not settings.quantization:
         message = f"the weights of {served.name} are quantized with {served.published}; their bytes are unknown"
         hint = f"name the nearest format by {SETTINGS} quantization=NAME: {', '.join(BITS)}"

@@ -82,6 +82,7 @@ class _Leading:
             )
             if finished:
                 return finished
+            # After a restart by the launcher, the new processes find the folder here, and resume.
             self._rendezvous.keep(FOLDER, str(prepared.folder.path))
             if several:
                 self._check_folder(prepared.folder, hosts)

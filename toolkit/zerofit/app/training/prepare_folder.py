@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import platform
 import re
 import secrets
@@ -169,8 +168,12 @@ def _cut_metrics(folder: RunFolder, step: int) -> list[str]:
         return []
     done, undone = list[bytes](), list[bytes]()
     for line in folder.metrics.read_bytes().splitlines(keepends=True):
-        # a killed rank may leave a last line without its end
-        (done if line.endswith(b"\n") and _step_of(line) <= step else undone).append(line)
+        line_step = number_in(parse_line(line) or {}, "step")
+        # A killed rank may leave a last line without its end, or without a step.
+        if line.endswith(b"\n") and line_step is not None and line_step <= step:
+            done.append(line)
+        else:
+            undone.append(line)
     if not undone:
         return []
     number = 1
@@ -181,12 +184,6 @@ def _cut_metrics(folder: RunFolder, step: int) -> list[str]:
     with atomic_write(folder.metrics) as file:
         file.write(b"".join(done))
     return [f"moved {len(undone)} records of steps after step {step} to {archive.relative_to(folder.path)}"]
-
-
-def _step_of(line: bytes) -> float:
-    """Return the step of a record; infinity for other lines."""
-    step = number_in(parse_line(line) or {}, "step")
-    return math.inf if step is None else step
 
 
 def find_start(job: Job, folder: RunFolder, report: Reporter) -> Start | None:

@@ -97,6 +97,7 @@ def outcome(
     and Stopped if the ranks stopped on request.
     """
     written = [failure for _, failure in folder.errors() if failure]
+    # what a rank reported directly replaces its file, which may be incomplete on a full disk
     failures = list({failure["rank"]: failure for failure in [*written, *heard]}.values())
     failures.sort(key=lambda failure: failure.get("time_s", 0.0))
     # Losing a peer is a consequence. The cause is the first other failure, or the failure seen from outside.

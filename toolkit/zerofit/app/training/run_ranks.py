@@ -33,6 +33,7 @@ class RunEvents:
 
     def look(self, ranks: str) -> None:
         """Report new events. `ranks`: the ranks' state, or "" if it is not worth reporting."""
+        # Only a change is an event.
         if ranks != self._ranks:
             self._ranks = ranks
             self._report.on_event(Event(kind="ranks", text=ranks))
@@ -129,6 +130,7 @@ def run_ranks(
         interfaces=dict(site.interfaces),
         cwd=os.getcwd(),
     )
+    # The guards read their instructions from this file, so that no text of the user passes through a shell.
     spec.write(folder.launch_spec)
     watch.expect(spec)
     events = RunEvents(folder, report)

@@ -129,6 +129,7 @@ class Session:
             if len(self._losses) != run.job.batch.accumulation:
                 got = f"{len(self._losses)} losses for {run.job.batch.accumulation} micro batches"
                 raise RuntimeError(f"step {step + 1} has {got}: call session.step(loss) once after each engine.step()")
+            # `engine.step()` was called by the user's loop, so the average of weights is updated here.
             if trainer.averaged:
                 trainer.averaged.update()
             run.loop.record(step, torch.stack(self._losses), indices, lr)
@@ -149,14 +150,17 @@ class Session:
         os.environ.setdefault("DS_ACCELERATOR", machine.accelerator)  # read when deepspeed is imported
         from zerofit.train.process_group import leave, start
 
+        # DeepSpeed and the gate need a process group; a script may already have one.
         if not dist.is_initialized():  # otherwise the script has created the process group and has to destroy it
             atexit.register(leave)
         start(timeout=timedelta(minutes=30))
         # Rank 0 sends the path of the folder, or its error, so that no rank waits for a rank that has ended.
         message: list[Any] = [None]
         if dist.get_rank() == 0:
+            # this machine sees only its own devices; the ranks of other hosts have theirs
             machine = replace(machine, devices=max(machine.devices, dist.get_world_size()))
             try:
+                # No other process can build a model object, so it cannot be simulated.
                 gate = self._gate() if model is None else None
                 lock = CommandLock(self._locks, self._report.status)
                 prepared = prepare(self._request(model), self._report, machine, lock, model, gate)

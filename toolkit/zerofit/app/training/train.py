@@ -87,6 +87,7 @@ def train(
         prepared, finished = claim(as_request(run), report, stack, anyway=anyway)
         if finished:
             return finished if wait else TrainingRun(prepared.folder, lambda: finished)
+        # The run stays locked and its memory reserved until the training has ended, which may be after this call.
         lock = stack.pop_all()
 
     def work() -> TrainingResult:
@@ -133,6 +134,7 @@ def train_at(
     handle_signals: bool = False,
 ) -> TrainingResult:
     """Start the ranks of a prepared job at a site, supervise them, and return their result."""
+    # One process compiles the ops before the ranks start. Otherwise all ranks would wait for the first to compile.
     build_ops(needed_ops(prepared.job.ds_config, prepared.machine), site.env(""), report.phase)
     with leaner_next(prepared.folder, site.again):
         result = run_ranks(prepared.folder, site, watch, report, attempt=attempt, handle_signals=handle_signals)
