@@ -121,12 +121,6 @@ def leaner_next(folder: RunFolder, again: str) -> Iterator[None]:
         raise RunFailed(replace(failure.problem, hint=hint)) from None
 
 
-def _continues(request: RunRequest, folder: RunFolder) -> bool:
-    """Return whether all layout fields of the request come from the run folder, not from flags."""
-    places = [Path(request.places[name].rpartition(":")[0]).absolute() for name in CHOSEN if name in request.places]
-    return bool(places) and all(place == folder.run for place in places)
-
-
 def _settled(request: RunRequest, chosen: Mapping[str, object]) -> RunRequest:
     run = request.run.model_copy(update={**chosen, "fit": False})
     return RunRequest(run=run, places={**dict.fromkeys(chosen, PLACE), **request.places})
