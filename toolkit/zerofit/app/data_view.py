@@ -110,6 +110,7 @@ def _data_value(path: str) -> str:
 def _view_of_sample(data: Data, index: int, seq_len: int) -> SampleView:
     batch = data.train.batch([index], [0])
     inputs, labels = batch["inputs"][0].tolist(), batch["labels"][0].tolist()
+    # Several conversations can be in one sample. Other text is cut into samples of equal length.
     lengths = data.train.lengths(index) if isinstance(data.train, ChatRows) else [seq_len]
     documents, start = [], 0
     for length in lengths:

@@ -123,6 +123,7 @@ def _of_run_folder(folder: RunFolder) -> Explanation:
     lines = list[LogLine]()
     for text, rank in _texts(folder):
         start = len(lines)
+        # Line numbers continue over all files, and a line keeps the rank that its log names.
         lines += [LogLine(start + line.number, line.text, line.rank or rank) for line in lines_of(text)]
     explanation = _of_log(lines, "run folder")
     for snapshot in sorted(folder.logs.glob("rank-*.memory.pickle"))[:1]:  # of --record-memory

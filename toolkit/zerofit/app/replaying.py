@@ -117,6 +117,7 @@ def _failed_step(folder: RunFolder, losses: dict[int, float], job: Job) -> int:
     for text in (str(failure) for _, failure in folder.errors()):
         if named := re.search(r"step (\d{1,9})\b", text) if "nan-loss" in text else None:
             return int(named[1])
+    # Not every failed run has an error: the loss may only have risen.
     lowest = math.inf
     for at in sorted(losses):
         if has_risen(losses[at], lowest):
@@ -130,6 +131,7 @@ def _start_before(step: int, folder: RunFolder, job: Job, report: Reporter) -> S
 
     Raises UserError.
     """
+    # An older checkpoint only makes the replay longer.
     for entry in reversed([entry for entry in Store(folder.checkpoints).entries() if entry.step < step]):
         try:
             return find_start(replace(job, run=job.run.model_copy(update={"resume": str(entry.path)})), folder, report)

@@ -101,6 +101,7 @@ def find_hosts(options: HostRequest) -> tuple[Host, ...]:
     _check_conflicts(options, problems)
     problems.attempt(lambda: options.forwarded)
     problems.raise_if_any()
+    # `--nodes` and `--slots` need no names: each node starts its own ranks.
     if options.nodes and options.slots:
         hosts = tuple(Host(f"node-{n}", options.slots) for n in range(options.nodes))
     elif options.hostfile:
@@ -298,6 +299,7 @@ def ask_hosts(
     """Ask all hosts a question in parallel; return each host's answer, or why it has none."""
 
     async def ask() -> dict[str, dict[str, Any] | Unreachable]:
+        # One ssh connection for each host stays open for the question and its answer.
         async with conversations(hosts, ssh_port, module) as opened:
             reached = {name: host for name, host in opened.items() if isinstance(host, Conversation)}
             answers = await ask_all(reached, question, patience_s, say)

@@ -117,6 +117,7 @@ class RestartingRun:
             prepared = prepare(self.request, self.report, machine, lock, gate=gate, fitter=fitter)
             job, folder = prepared.job, prepared.folder
             if found:
+                # The size of a checkpoint is known only now. The other facts were checked before.
                 disks = disk(found.facts, job.facts.checkpoint_bytes(job.precision))
                 self._refuse([check for check in disks if check.status != OK])
             _check_libaio(found, job.ds_config)
@@ -196,6 +197,7 @@ class RestartingRun:
         deadline = time.monotonic() + patience_s
         while True:
             found = examine_hosts(self.hosts, self.options, self.folder.path, self.request.run.model, None, None)
+            # A host that answers may still be unfit, for example without its GPUs.
             failing = {check.host for check in found.checks if check.status == FAIL}
             answering = [host for host in self.hosts if host.name in found.facts and host.name not in failing]
             missing = ", ".join(host.name for host in self.hosts if host not in answering)

@@ -112,6 +112,7 @@ def run_job(job: CompareJob, folder: Path, show: Callable[[str], None]) -> list[
     `folder`: for their logs and reports.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    # Reports of an earlier attempt must not be taken for those of this one.
     for file in (*folder.glob("rank-*.json"), folder / "done"):
         file.unlink(missing_ok=True)
     job.write(folder / "job.json")

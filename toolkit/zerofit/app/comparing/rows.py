@@ -157,6 +157,7 @@ class RowStore:
             raise _occupied(f"{self.folder} contains other files")
         with refused(file, where="--output"):
             former = read_json(file) if file.exists() else identity
+        # Rows of other settings or library versions must not be mixed with the new ones.
         if former != identity:
             raise _occupied(
                 f"{self.folder} contains another comparison, or this comparison with other library versions"
@@ -205,6 +206,7 @@ def strategy_row(strategy: Strategy, job: CompareJob, reports: Sequence[RankRepo
         return row
     timed = [report for report in reports if report["seconds"]]
     steps = max(report["timed_steps"] for report in timed)  # slow ranks of some strategies make fewer
+    # The slowest process decides how long the timed steps took.
     samples_per_s = job.global_batch * steps / max(report["seconds"] for report in timed)
     tokens = timed[0]["tokens_a_sample"]
     sent = None
@@ -338,6 +340,7 @@ def with_speedups(
     """
     compared = []
     for row in rows:
+        # speed-up = speed / speed of the base; efficiency = speed-up / ranks
         base = next((base for base in rows if base.samples_per_s and is_base(row, base)), None)
         if base and base.samples_per_s and row.samples_per_s:
             speedup = row.samples_per_s / base.samples_per_s

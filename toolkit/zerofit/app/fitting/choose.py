@@ -59,11 +59,13 @@ class FitSearch:
 
         An option that is close to the limit is chosen only if no option fits.
         """
+        # Each simulation corrects the forecasts, so another option may be preferred after it.
         while (option := self._preferred(self.options)) not in self.seen:
             if option is None or len(self.seen) == MOST:
                 break
             self._look(option)
         option = self._preferred(list(self.seen))
+        # By the corrected forecasts nothing fits. The leanest option is simulated all the same, since forecasts have errors.
         if option is None and (leanest := self.leanest) and leanest not in self.seen:
             self._look(leanest)
         return option or self._preferred(list(self.seen)) or self._preferred(list(self.seen), {FITS, WITHIN})

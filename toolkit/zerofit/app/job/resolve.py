@@ -199,9 +199,11 @@ def _decide(
         problems.add("conflict", "steps and epochs are both given", "use one of them", "--steps and --epochs")
     decision = None
     if document is not None:
+        # DeepSpeed imports modules that the JSON names. They may be only the model's own.
         problems.extend(unrelated_modules(documented_config(document.config), run.model))
         decision = decide(request, document, place, machine, problems, kind)
         check_machine(decision.run, decision.layout, machine, problems)
+        # Kernels and libraries of other machines are checked on them (`zerofit launch` examines its hosts).
         missing = missing_kernels(decision.run.optimizer, machine.accelerator if local else None)
         problems.extend([missing] if missing else [])
         if local:

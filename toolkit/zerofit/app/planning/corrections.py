@@ -148,6 +148,7 @@ class MeasuredSpeed:
         """Return the seconds per step of this layout. Raises UserError for tokens of an image model."""
         if self.unit == "s":
             return self.value
+        # samples or images per second: step time = global batch / speed
         if self.unit != "tokens":
             return layout.global_batch / self.value
         if seq_len is None:
@@ -231,6 +232,7 @@ def scaling_of(
     """Return the measured step time with its forecast. Raises UserError for an invalid layout."""
     ample = replace(cluster, host_memory=AMPLE, device_memory=AMPLE)
     best = search(profile, ample, measured_layout(wanted), forecast, calibration, top=1).layouts[0]
+    # The forecast is the uncorrected time, since the factor is to correct forecasts.
     measured_s = speed.step_s(best.layout, profile.seq_len)
     return MeasuredScaling(layout=best.layout, forecast_step_s=best.time.step_s, measured_step_s=measured_s)
 

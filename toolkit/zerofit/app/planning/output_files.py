@@ -170,6 +170,7 @@ def ds_config(layout: PlannedLayout, profile: Profile, nvme_path: str) -> dict[s
         if layout.zero_stage == 3 and layout.persistence > stage3_sizes(profile).persistence:
             zero["stage3_prefetch_bucket_size"] = layout.prefetch
             zero["stage3_param_persistence_threshold"] = layout.persistence
+    # The layout decides what is offloaded, whatever the bundled JSON offloads.
     for key, device, pinned in (
         ("offload_optimizer", layout.offload_optimizer, layout.pin_optimizer),
         ("offload_param", layout.offload_param, layout.pin_param),

@@ -174,7 +174,42 @@ def plan_rollouts(
 
     `values`: settings of --rollout.
     """
-    report, problems, method = Reporter(on_event), Problems(), METHODS[name]
+    report, method = Reporter(on_event), METHODS[name]
+    settings = _checked_settings(name, request, cluster, values)
+    assert isinstance(request.model, str)  # `_checked_settings` refuses a stored profile
+    # completions that a step cannot separate: all answers to a prompt are scored together, and a pair is compared
+    group = settings.num_generations if method.scores_first else 2 if method.pairs else 1
+    request = _data_parallel(request, cluster, group)
+    request = replace(request, engines=(f"verl-{settings.strategy}",)) if settings.trainer == "verl" else request
+    for note in request.notes:
+        report.note(note)
+    setup = replace(setup_of(cluster, request, report)[0], top=TRIED)
+    length = setup.profile.seq_len or 0
+    setup = _with_log_probs(setup, settings, name)
+    if method.generates and settings.max_completion_length >= length:
+        message = (
+            f"{settings.own_name('max_completion_length')}={settings.max_completion_length} leaves no prompt tokens "
+            f"in --seq-len {length}"
+        )
+        raise UserError(Problem(kind="seq-len", message=message, hint="raise --seq-len", where=SETTINGS))
+    # The trainer sends its weights to the engine in 16 bits, so the format of the published weights does not matter.
+    model = replace(served_model(str(request.model), request.pins.get("model_args") or {}), published=None)
+    planner = _Planner(name=name, setup=setup, settings=settings, model=model, cluster=cluster)
+    rows = sorted(planner.rows(), key=_order)
+    if not rows:
+        message = f"no layout trains a global batch of {request.pins.get('global_batch')} on {cluster.ranks} GPUs"
+        hint = "change --global-batch, or leave out options that fix the layout"
+        raise UserError(Problem(kind="nothing-fits", message=message, hint=hint, where="--global-batch"))
+    return RolloutPlan(
+        name=name, cluster=cluster, settings=settings, arrangements=tuple(rows), setup=setup, request=request
+    )
+
+
+def _checked_settings(
+    name: str, request: PlanningRequest, cluster: Cluster, values: Mapping[str, object]
+) -> RolloutSettings:
+    """Return the settings in `values`. Raises UserError with all problems of the request."""
+    problems, method = Problems(), METHODS[name]
     settings = problems.attempt(lambda: RolloutSettings.read(dict(values), SETTINGS))
     for value, flag in ((request.profile, "--profile"), (request.maximum, "--max"), (request.minimum, "--min")):
         if value:
@@ -221,33 +256,8 @@ def plan_rollouts(
     if cluster.on_cpu:
         problems.add("usage", "--method is for GPUs", "name a kind with --gpu", "--gpu")
     problems.raise_if_any()
-    assert settings and isinstance(request.model, str)
-    # completions that a step cannot separate: all answers to a prompt are scored together, and a pair is compared
-    group = settings.num_generations if method.scores_first else 2 if method.pairs else 1
-    request = _data_parallel(request, cluster, group)
-    request = replace(request, engines=(f"verl-{settings.strategy}",)) if settings.trainer == "verl" else request
-    for note in request.notes:
-        report.note(note)
-    setup = replace(setup_of(cluster, request, report)[0], top=TRIED)
-    length = setup.profile.seq_len or 0
-    setup = _with_log_probs(setup, settings, name)
-    if method.generates and settings.max_completion_length >= length:
-        message = (
-            f"{settings.own_name('max_completion_length')}={settings.max_completion_length} leaves no prompt tokens "
-            f"in --seq-len {length}"
-        )
-        raise UserError(Problem(kind="seq-len", message=message, hint="raise --seq-len", where=SETTINGS))
-    # The trainer sends its weights to the engine in 16 bits, so the format of the published weights does not matter.
-    model = replace(served_model(str(request.model), request.pins.get("model_args") or {}), published=None)
-    planner = _Planner(name=name, setup=setup, settings=settings, model=model, cluster=cluster)
-    rows = sorted(planner.rows(), key=_order)
-    if not rows:
-        message = f"no layout trains a global batch of {request.pins.get('global_batch')} on {cluster.ranks} GPUs"
-        hint = "change --global-batch, or leave out options that fix the layout"
-        raise UserError(Problem(kind="nothing-fits", message=message, hint=hint, where="--global-batch"))
-    return RolloutPlan(
-        name=name, cluster=cluster, settings=settings, arrangements=tuple(rows), setup=setup, request=request
-    )
+    assert settings
+    return settings
 
 
 def _with_log_probs(setup: SearchSetup, settings: RolloutSettings, name: str) -> SearchSetup:

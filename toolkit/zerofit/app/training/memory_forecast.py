@@ -56,6 +56,7 @@ class RankForecasts:
 
     def of(self, rank: int) -> SimulatedRank:
         """Return the simulated rank that represents the rank number `rank`."""
+        # Ranks are numbered stage by stage: the first ranks / stages of them are stage 0. Rank 0 also saves the model.
         return self.stages[rank * len(self.stages) // self.cluster.ranks] if rank else self.first
 
     @cached_property
@@ -203,6 +204,7 @@ def _simulate_or_recall(
     ranks: list[SimulatedRank | Problem | None] = [
         rank if rank and not (exact and rank.layers) else None for rank in recalled
     ]
+    # All missing ranks are simulated in one call, so that they share the process that has imported torch.
     missing = [n for n, rank in enumerate(ranks) if rank is None]
     new: list[SimulatedRank | Problem] = []
     if missing:

@@ -253,6 +253,7 @@ def _with_free(cluster: Cluster, hosts: Sequence[HostMemory]) -> Cluster:
     """Return the cluster with the memory of the host that has the least per rank."""
     if not hosts:
         return cluster
+    # All ranks run the same layout, so the host with the least memory per rank decides.
     least = min(hosts, key=lambda host: host.host_bytes // len(host.ranks))
     device = min((host.gpu_bytes for host in hosts if host.gpu_bytes is not None), default=None)
     if cluster.on_cpu:
@@ -265,6 +266,7 @@ def _usable_bytes(job: Job, hosts: Sequence[HostMemory], *, on_cpu: bool) -> int
     """Return how much of the hosts' memory a job's layout can use; ANY if it offloads to disk."""
     offloads = {get(job.ds_config, f"zero_optimization.{part}.device") for part in OFFLOADS}
     gpus = [len(host.ranks) * host.gpu_bytes for host in hosts if host.gpu_bytes is not None]
+    # With a disk to offload to, memory is no limit. Without the free memory of all GPUs, no limit is known.
     if "nvme" in offloads or (not on_cpu and len(gpus) < len(hosts)):
         return ANY
     host_bytes = sum(host.host_bytes for host in hosts) if on_cpu or "cpu" in offloads else 0
@@ -280,6 +282,7 @@ def prepared_for(request: RunRequest, resolved: ResolvedJob, cluster: Cluster) -
 
 def judge(forecasts: RankForecasts, host: HostMemory) -> HostVerdict:
     """Return the verdict for the ranks of one host: its devices and, with GPUs, its memory."""
+    # On a CPU the device's memory is the host's, so the first verdict covers both.
     verdicts = [_device_verdict(forecasts, host)]
     if not forecasts.cluster.on_cpu:
         verdicts.append(_host_verdict(forecasts, host))
@@ -335,6 +338,7 @@ def _host_verdict(forecasts: RankForecasts, host: HostMemory) -> HostVerdict:
 def disk_problem(job: Job, output: Path, forecasts: RankForecasts | None) -> Problem | None:
     """Return a problem if a disk is too small for the model and a checkpoint, or for offloading."""
     saved = 0 if job.run.save_every == "0" else job.facts.checkpoint_bytes(job.precision)
+    # Every run keeps at least one checkpoint, if it saves any, and writes the model at its end.
     needs = [(output, saved + job.facts.weight_bytes(job.precision))]
     offloaded = sum(forecasts.of(rank).record.nvme_bytes for rank in range(job.layout.world_size)) if forecasts else 0
     for part in OFFLOADS:

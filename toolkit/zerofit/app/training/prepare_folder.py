@@ -119,7 +119,9 @@ def find_folder(run: Run) -> RunFolder:
         return RunFolder((Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{mark}").absolute())
     path = run.output.absolute()
     folder = RunFolder(path)
+    # [""] stands for a path that is a file
     names = [entry.name for entry in path.iterdir()] if path.is_dir() else [""] * path.exists()
+    # A start that was killed before plan.json was complete leaves only files that the next start writes again.
     if not names or (folder.lock.exists() and all(map(BEGUN.fullmatch, names))):
         return folder
     if run.resume != "never" and folder.plan.is_file():

@@ -43,6 +43,7 @@ class RunEvents:
             event = _event_of(line)
             if event is not None:
                 self._tell(event)
+        # A phase without news is repeated with its duration, so that a user sees that the run is alive.
         now = time.monotonic()
         if self._phase and now - self._told > REPEAT_S:
             self._told = now

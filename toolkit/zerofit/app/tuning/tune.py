@@ -100,6 +100,7 @@ def run_trials(job: TuneJob, *, trials: int, minutes: float | None, report: Repo
         if candidate is None:
             break
         name = f"trial {len(search.trials) + 1} of {trials}: {describe(candidate, job.candidates)}"
+        # Trials may have other global batches, so they are compared by seconds per sample.
         best_s = search.best.sample_s * candidate.layout.global_batch if search.best else None
         trial = run_trial(job, candidate, best_s, deadline, lambda text, name=name: report.status(f"{name}: {text}"))
         search.add(trial)
