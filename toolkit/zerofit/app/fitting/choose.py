@@ -65,7 +65,7 @@ class FitSearch:
                 break
             self._look(option)
         option = self._preferred(list(self.seen))
-        # By the corrected forecasts nothing fits. The leanest option is simulated all the same, since forecasts have errors.
+        # Corrected forecasts have errors, too. So the leanest option is simulated even if it should not fit.
         if option is None and (leanest := self.leanest) and leanest not in self.seen:
             self._look(leanest)
         return option or self._preferred(list(self.seen)) or self._preferred(list(self.seen), {FITS, WITHIN})

@@ -199,7 +199,7 @@ def _decide(
         problems.add("conflict", "steps and epochs are both given", "use one of them", "--steps and --epochs")
     decision = None
     if document is not None:
-        # DeepSpeed imports modules that the JSON names. They may be only the model's own.
+        # DeepSpeed imports classes that the JSON names, so they must be the model's or a known library's.
         problems.extend(unrelated_modules(documented_config(document.config), run.model))
         decision = decide(request, document, place, machine, problems, kind)
         check_machine(decision.run, decision.layout, machine, problems)
