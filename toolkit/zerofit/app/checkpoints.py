@@ -148,12 +148,12 @@ class Checkpoint:
         `deep`: check every file against its checksum.
         """
         path, report = Path(run_folder), Reporter(on_event)
-        if not is_own(path) and (found := foreign_in(path)):
+        if not is_own(path) and (all_foreign := foreign_in(path)):
             report.status("importing torch ...")
             from zerofit.checkpoint.foreign_facts import facts_of, verify_foreign
 
             rows = []
-            for facts in map(facts_of, found):
+            for facts in map(facts_of, all_foreign):
                 damage = facts.damage or (verify_foreign(facts.found, report.status) if deep else [])
                 rows.append(_foreign_summary(facts, damage))
             return CheckpointList(folder=path, checked="checksums" if deep else "sizes", checkpoints=rows)
@@ -166,8 +166,8 @@ class Checkpoint:
 
     def describe(self, *, on_event: OnEvent | None = None) -> CheckpointDescription:
         """Return the checkpoint's step, model, layout, precision, versions and size."""
-        if not is_own(self.path) and (found := foreign_at(self.path)):
-            return _foreign_description(found)
+        if not is_own(self.path) and (foreign := foreign_at(self.path)):
+            return _foreign_description(foreign)
         path = locate(self.path, report=Reporter(on_event))
         manifest = manifest_of(path)
         job, facts, run = manifest.job, manifest.job.facts, manifest.job.run
@@ -189,11 +189,11 @@ class Checkpoint:
 
         In a run folder, check the newest checkpoint, damaged or not.
         """
-        if not is_own(self.path) and (found := foreign_at(self.path)):
+        if not is_own(self.path) and (foreign := foreign_at(self.path)):
             from zerofit.checkpoint.foreign_facts import facts_of, verify_foreign
 
-            damage = verify_foreign(found, Reporter(on_event).status)
-            return VerifyResult(path=found.path, step=facts_of(found).step, problems=damage)
+            damage = verify_foreign(foreign, Reporter(on_event).status)
+            return VerifyResult(path=foreign.path, step=facts_of(foreign).step, problems=damage)
         store = store_of(self.path)
         path = self.path if store is None else store.entries()[-1].path
         manifest, _ = quick_look(path)
@@ -229,9 +229,9 @@ class Checkpoint:
 
         refuse_existing(Path(out))
         merged = merge and (self.path / ADAPTERS).is_file()
-        if not is_own(self.path) and not merged and (found := foreign_at(self.path)):
+        if not is_own(self.path) and not merged and (foreign := foreign_at(self.path)):
             config = Path(model) if model is not None else None
-            return export_foreign(found, Path(out), dtype, shard_bytes, config=config, repair=repair, report=report)
+            return export_foreign(foreign, Path(out), dtype, shard_bytes, config=config, repair=repair, report=report)
         adapters = adapters_of(self.path) if merge else None
         path = adapters or locate(self.path, deep=True, report=report)
         options = {"merge": merge, "trust_model_code": trust_model_code, "report": report}
@@ -319,11 +319,11 @@ def _foreign_summary(facts: ForeignFacts, damage: list[Damage]) -> CheckpointSum
     )
 
 
-def _foreign_description(found: Foreign) -> CheckpointDescription:
+def _foreign_description(foreign: Foreign) -> CheckpointDescription:
     from zerofit.checkpoint.foreign_facts import facts_of
     from zerofit.checkpoint.full_state import FullState
 
-    facts, state = facts_of(found), FullState(found.path)
+    facts, state = facts_of(foreign), FullState(foreign.path)
     return CheckpointDescription(
         **vars(_foreign_summary(facts, facts.damage)),
         name=facts.name,

@@ -178,16 +178,16 @@ def examine_hosts(
     )
 
 
-def machine_of(hosts: Sequence[Host], found: Preflight | None) -> Machine:
+def machine_of(hosts: Sequence[Host], examined: Preflight | None) -> Machine:
     """Return all devices as one machine: GPUs if every host has GPUs, else CPUs.
 
-    If the hosts were not examined (`found` is None), assume the kind of device that this host has.
+    If the hosts were not examined (`examined` is None), assume the kind of device that this host has.
     """
     here = replace(this_machine(), devices=sum(host.slots for host in hosts))
-    if found is None:
+    if examined is None:
         return here
-    gpus = [gpu for facts in found.facts.values() for gpu in facts["gpus"]]
-    if gpus and all(facts["gpus"] for facts in found.facts.values()):
+    gpus = [gpu for facts in examined.facts.values() for gpu in facts["gpus"]]
+    if gpus and all(facts["gpus"] for facts in examined.facts.values()):
         capability = min(float(gpu["compute_capability"]) for gpu in gpus)  # all ranks need the precision
         return Machine(
             accelerator="cuda",
@@ -206,7 +206,7 @@ def cluster_site(
     job: Job,
     options: HostRequest,
     machine: Machine,
-    found: Preflight | None,
+    examined: Preflight | None,
     folder: RunFolder,
 ) -> LaunchSite:
     """Return how to start the job's ranks on these hosts, which are filled one after another."""
@@ -217,7 +217,7 @@ def cluster_site(
     names = tuple(host.name for host in used for _ in range(host.slots))
     # Without ssh (--node-rank), --master-addr is the only address that all nodes have.
     own = options.master_addr or "" if options.node_rank is not None else own_address(hosts)
-    master = options.master_addr or (found.master_address if found else None) or address_of(used[0].name, used)
+    master = options.master_addr or (examined.master_address if examined else None) or address_of(used[0].name, used)
     return LaunchSite(
         hosts=names,
         addresses={host.name: own for host in used},
@@ -229,7 +229,7 @@ def cluster_site(
         ),
         cwd="/",
         forwarded=options.forwarded,
-        interfaces=found.interfaces if found else {},
+        interfaces=examined.interfaces if examined else {},
         again=options.again,
         coming_s=COMING_S if options.over_ssh else ALONE_S,
         timeout_s=job.run.heartbeat_timeout,

@@ -100,27 +100,27 @@ class RestartingRun:
     def _start(self, attempt: int, lock: CommandLock) -> TrainingResult:
         with closing(Watch(listening_address(self.hosts, self.options))) as watch:
             try:
-                found = self._ready(watch.port)
+                examined = self._ready(watch.port)
             except UserError as error:
                 if attempt == 1:
                     raise
                 raise RunFailed(error.problems[0]) from None  # a host failed after its last answer
-            machine = machine_of(self.hosts, found)
+            machine = machine_of(self.hosts, examined)
             # A run that fitted once restarts even if other processes have taken memory since.
             anyway = self.anyway or attempt > 1
             # Without ssh, the gate checks only this node (None); with Slurm's launcher, it checks no node ({}).
             unexamined = None if self.options.no_ssh else {}
-            facts = found.facts if found else unexamined
+            facts = examined.facts if examined else unexamined
             gate = MemoryGate(self.report, anyway=anyway, hosts=self.hosts, facts=facts)
             where = {"machine": machine, "hosts": self.hosts}
             fitter = partial(fitted, report=self.report, gate=gate, anyway=self.anyway, **where)
             prepared = prepare(self.request, self.report, machine, lock, gate=gate, fitter=fitter)
             job, folder = prepared.job, prepared.folder
-            if found:
+            if examined:
                 # The size of a checkpoint is known only now. The other facts were checked before.
-                disks = disk(found.facts, job.facts.checkpoint_bytes(job.precision))
+                disks = disk(examined.facts, job.facts.checkpoint_bytes(job.precision))
                 self._refuse([check for check in disks if check.status != OK])
-            _check_libaio(found, job.ds_config)
+            _check_libaio(examined, job.ds_config)
             finished = finished_before(job, folder)
             if finished:
                 self.report.note(f"all {job.steps} steps of this run are done")
@@ -129,7 +129,7 @@ class RestartingRun:
             self.job, self.folder = job, folder
             for note in make_ready(folder, job.start):
                 self.report.note(note)
-            site = cluster_site(self.hosts, job, self.options, machine, found, folder)
+            site = cluster_site(self.hosts, job, self.options, machine, examined, folder)
             if self.options.over_ssh:
                 used = list(dict.fromkeys(site.hosts))
                 build_ops_on(used, needed_ops(job.ds_config, machine), self.options.ssh_port, self.report.phase)
@@ -151,11 +151,11 @@ class RestartingRun:
         folder = self.folder or find_folder(self.request.run)
         self._new_folders += [p for p in (folder.path, *folder.path.parents) if not p.exists()]
         folder.path.mkdir(parents=True, exist_ok=True)
-        found = examine_hosts(self.hosts, self.options, folder.path, self.request.run.model, self.run_file, port)
-        self._refuse(found.findings)
+        examined = examine_hosts(self.hosts, self.options, folder.path, self.request.run.model, self.run_file, port)
+        self._refuse(examined.findings)
         # later starts use this folder
         self.request = self.request.updated(output=folder.path)
-        return found
+        return examined
 
     def _remove_empty_folders(self) -> None:
         """Remove the run folder that was created for the hosts' checks, if it is still empty."""
@@ -196,10 +196,10 @@ class RestartingRun:
         patience_s = self.request.run.heartbeat_timeout
         deadline = time.monotonic() + patience_s
         while True:
-            found = examine_hosts(self.hosts, self.options, self.folder.path, self.request.run.model, None, None)
+            examined = examine_hosts(self.hosts, self.options, self.folder.path, self.request.run.model, None, None)
             # A host that answers may still be unfit, for example without its GPUs.
-            failing = {check.host for check in found.checks if check.status == FAIL}
-            answering = [host for host in self.hosts if host.name in found.facts and host.name not in failing]
+            failing = {check.host for check in examined.checks if check.status == FAIL}
+            answering = [host for host in self.hosts if host.name in examined.facts and host.name not in failing]
             missing = ", ".join(host.name for host in self.hosts if host not in answering)
             if not missing or time.monotonic() > deadline:
                 break
@@ -245,15 +245,15 @@ def _stop_after(problem: Problem, folder: RunFolder) -> None:
         raise Stopped(Problem(kind="stopped", message=message, hint=hint, where=str(folder.path))) from None
 
 
-def _check_libaio(found: Preflight | None, ds_config: Mapping[str, object]) -> None:
+def _check_libaio(examined: Preflight | None, ds_config: Mapping[str, object]) -> None:
     """Check that NVMe offload can be compiled on every examined host. Raises UserError.
 
-    If no host was examined (`found` is None), check this machine.
+    If no host was examined (`examined` is None), check this machine.
     """
     problems = Problems()
-    for name, facts in found.facts.items() if found else ():
+    for name, facts in examined.facts.items() if examined else ():
         for problem in libaio_problems(ds_config, facts["libaio"]):
             problems.extend([replace(problem, message=f"{name}: {problem.message}")])
-    if found is None:
+    if examined is None:
         problems.extend(libaio_problems(ds_config))
     problems.raise_if_any()

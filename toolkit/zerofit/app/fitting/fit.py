@@ -60,15 +60,15 @@ def fitted(
     """
     # An earlier choice is reused. If a rank ran out of memory with it, the layout is chosen again among smaller ones,
     # from the options that the user gave then.
-    known = read_choice(folder)
+    former = read_choice(folder)
     places = [Path(request.places[name].rpartition(":")[0]).absolute() for name in CHOSEN if name in request.places]
     is_resume = bool(places) and all(place == folder.run for place in places)  # no flag sets a field of the layout
-    if known and not request.run.fit and is_resume:
-        if not known.ran_out:
-            return request, known
-        free = {name: Run.model_fields[name].default for name in ("ranks", *CHOSEN)} | known.given
+    if former and not request.run.fit and is_resume:
+        if not former.ran_out:
+            return request, former
+        free = {name: Run.model_fields[name].default for name in ("ranks", *CHOSEN)} | former.given
         run = request.run.model_copy(update={**free, "fit": True})
-        places = {name: place for name, place in request.places.items() if name not in free or name in known.given}
+        places = {name: place for name, place in request.places.items() if name not in free or name in former.given}
         request = RunRequest(run=run, places=places)
     if not request.run.fit:
         return request, None
@@ -81,11 +81,11 @@ def fitted(
         raise UserError(Problem(kind="conflict", message=message, hint=hint, where="--fit"))
     given = given_fields(request)
     devices = (machine or this_machine()).devices
-    enough_ranks = known and ("ranks" in known.given or known.chosen["ranks"] <= devices)
-    if known and known.given == given and not known.ran_out and enough_ranks:
-        report.note(f"using the layout chosen earlier for {folder.path}: {known.why[0]}")
-        return _settled(request, known.chosen), known
-    return _Fit(request, folder, report, gate, machine, hosts, given, known).run(anyway)
+    enough_ranks = former and ("ranks" in former.given or former.chosen["ranks"] <= devices)
+    if former and former.given == given and not former.ran_out and enough_ranks:
+        report.note(f"using the layout chosen earlier for {folder.path}: {former.why[0]}")
+        return _settled(request, former.chosen), former
+    return _Fit(request, folder, report, gate, machine, hosts, given, former).run(anyway)
 
 
 def read_choice(folder: RunFolder) -> FittedLayout | None:
@@ -135,7 +135,7 @@ class _Fit:
     machine: Machine | None
     hosts: Sequence[Host]
     given: dict[str, Any]
-    known: FittedLayout | None  # the earlier choice for this folder, which cannot be reused
+    former: FittedLayout | None  # the earlier choice for this folder, which cannot be reused
 
     def run(self, anyway: bool) -> tuple[RunRequest, FittedLayout]:
         resolved = self._resolved(self._with_former_batch())
@@ -152,7 +152,7 @@ class _Fit:
         def simulate(option: LayoutOption) -> Sequence[Simulation]:
             return self._simulations(option, _settled(self.request, chosen(option)), free)
 
-        most = LEANER * self.known.reserved_bytes if self.known and self.known.ran_out else math.inf
+        most = LEANER * self.former.reserved_bytes if self.former and self.former.ran_out else math.inf
         search = FitSearch(options, free, simulate, most_bytes=most)
         option = search.run()
         if option is None:  # try the options that cost speed but make long sequences fit
@@ -180,9 +180,9 @@ class _Fit:
         """Return the request with the former choice's global batch, unless the user gave one."""
         run = self.request.run
         sizes = ("micro_batch", "gradient_accumulation_steps")
-        if self.known is None or "global_batch" in self.given or all(name in self.given for name in sizes):
+        if self.former is None or "global_batch" in self.given or all(name in self.given for name in sizes):
             return self.request
-        run = run.model_copy(update={"global_batch": self.known.chosen["global_batch"]})
+        run = run.model_copy(update={"global_batch": self.former.chosen["global_batch"]})
         return RunRequest(run=run, places={**self.request.places, "global_batch": PLACE})
 
     def _resolved(self, request: RunRequest) -> ResolvedJob:

@@ -208,9 +208,9 @@ def _longer_with_savings(
     setup: SearchSetup, cluster: Cluster, longest: int | None, most: int, report: Reporter
 ) -> Iterator[LongerSequence]:
     """Yield ever longer sequences, each with one more option that saves memory."""
-    traced, known = setup.traced, setup.profile
+    traced, profile = setup.traced, setup.profile
     assert traced
-    choices = offered(known.task, known.model_type).fields
+    choices = offered(profile.task, profile.model_type).fields
     if cluster.on_cpu or not all(traced.checkpointings):  # the host is the device, or there is nothing to offload
         choices.pop("activation_offload")
 

@@ -112,7 +112,7 @@ def forecast_ranks(prepared: PreparedSimulation, free: Cluster, report: Reporter
     """Return the memory forecast of a job's ranks, or why the job cannot be simulated."""
     job, cluster = prepared.job, prepared.cluster
     ranks = _simulate_or_recall([prepared.target(rank) for rank in heaviest_of_stages(job.layout, job.batch)], report)
-    # Like layers are extrapolated from a few. If the free memory leaves a doubt about the verdict, all are simulated.
+    # Equal layers are extrapolated from a few. If the free memory leaves a doubt about the verdict, all are simulated.
     exactly = partial(_simulate_or_recall, report=report, exact=True)
     ranks = decided(ranks, free, exactly)
     for problem in ranks:
