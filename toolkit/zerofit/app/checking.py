@@ -43,7 +43,7 @@ COMPARED = ("global_batch", "micro_batch", "gradient_accumulation_steps", "gradi
 class ResolvedConfig:
     """The plain DeepSpeed JSON for a run, and why it has each value that the user did not set."""
 
-    config: dict[str, Any]
+    config: dict[str, object]
     reasons: list[dict[str, Any]]  # "path", "value" and "why"
 
     def to_dict(self) -> dict[str, object]:

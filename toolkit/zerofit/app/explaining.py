@@ -49,6 +49,8 @@ _MORE_OF = {
 }
 
 
+# A memory snapshot has the bytes of each kind and line of code, an error message only sums. So a snapshot decides the
+# cause, if there is one. A simulation of the command shows what differs from its forecast, and changes that would fit.
 def explain(
     what: str | Path,
     command: Sequence[str] | None = None,

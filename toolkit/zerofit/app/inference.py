@@ -90,6 +90,8 @@ class EvaluateOptions(EvalDataOptions, InferenceOptions, total=False):
     """Options of `evaluate` other than the folder."""
 
 
+# All three functions load a model in the same way: `open_model` reads it without its weights, `working_bytes` forecasts
+# what the computation needs, and `session.load` places the weights so that this memory stays free.
 def evaluate(folder: str | Path, **options: Unpack[EvaluateOptions]) -> Evaluation:
     """Evaluate the model of a run folder, of a checkpoint, or in a Hugging Face model folder.
 

@@ -34,6 +34,7 @@ _QUIET |= {"save_every": "0", "ema": None, "check_loss": True, "record_memory": 
 KEPT = ("optimizer", "scheduler", "gradient_clipping")  # keys of the run's DeepSpeed JSON for a replay on one CPU
 
 
+# A replay repeats steps in a folder of its own (replay/step-N). The files of the run stay unchanged.
 def replay(
     run: str | Path,
     step: int | None = None,

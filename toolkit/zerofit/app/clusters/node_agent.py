@@ -24,6 +24,8 @@ GONE_S = 15.0  # network file systems show locks late
 RECENT_S = 600.0  # nodes do not start at the same time
 
 
+# With `--no-ssh`, nobody can start ranks on this node from outside. Node 0 prepares and supervises the run. It writes a
+# launch spec for each start, from which this node starts its own ranks.
 def follow(
     run: Run, hosts: Sequence[Host], options: HostRequest, report: Reporter, *, handle_signals: bool = False
 ) -> RunFolder:

@@ -28,6 +28,8 @@ STEPPED = ("ranks", "global_batch", "steps")
 STATE_BYTES = 12  # per parameter: weight, gradient and momentum in fp32
 
 
+# A comparison trains with loops of its own (`compare`), not with the trainers of `zerofit train`. So it uses few fields
+# of a run, and refuses the others.
 class ComparisonSetup:
     """The input of a comparison: the user's run, the hosts, and the problems found so far."""
 

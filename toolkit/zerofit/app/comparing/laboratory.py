@@ -181,9 +181,9 @@ def command(experiment: Experiment, common: Mapping[str, object]) -> str:
     return shlex.join(["zerofit", "compare", experiment.kind, *flags(options)])
 
 
-def flags(options: Mapping[str, Any]) -> list[str]:
+def flags(options: Mapping[str, object]) -> list[str]:
     """Return command-line arguments for fields and options: the model first, then the flags."""
-    words = [options["model"]]
+    words = [str(options["model"])]
     for name, value in options.items():
         if name != "model":
             words += [word for text in _texts(value) for word in (f"--{name.replace('_', '-')}", text)]

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -43,6 +42,8 @@ HINT += "--anyway starts the smallest layout anyway"
 OUT_OF_MEMORY = "out-of-memory"
 
 
+# The order of a start with `--fit`: an earlier choice for the folder, else all layouts by forecast (`options`), of
+# which a few are simulated (`choose`). The run is resolved with the chosen fields, as if the user had given them.
 def fitted(
     request: RunRequest,
     folder: RunFolder,
@@ -134,7 +135,7 @@ class _Fit:
     gate: MemoryGate
     machine: Machine | None
     hosts: Sequence[Host]
-    given: dict[str, Any]
+    given: dict[str, object]
     former: FittedLayout | None  # the earlier choice for this folder, which cannot be reused
 
     def run(self, anyway: bool) -> tuple[RunRequest, FittedLayout]:
@@ -144,7 +145,7 @@ class _Fit:
         profile, options = options_of(resolved, self.given, cluster, self.report)
         optimizer = resolved.job.run.optimizer
 
-        def chosen(option: LayoutOption) -> dict[str, Any]:
+        def chosen(option: LayoutOption) -> dict[str, object]:
             return chosen_fields(option, profile, self.given, optimizer)
 
         free = self.gate.free_on(cluster, self.folder.path)

@@ -20,6 +20,8 @@ FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")  # config, we
 PICKLED = "pytorch_model*"  # downloaded only if there are no other weights
 
 
+# The model's name, in order: "hub:..." is downloaded; a path or code is used as it is; any other name may be another
+# spelling of a preset.
 def with_local_model(request: RunRequest, report: Reporter) -> RunRequest:
     """Replace a hub model's name, hub:ORG/NAME[@REVISION], with the folder of its snapshot.
 

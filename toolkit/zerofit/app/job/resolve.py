@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
@@ -87,7 +87,7 @@ class ResolvedJob:
     """A job with all values decided. No folder has been created, and nothing has started."""
 
     job: Job
-    ds_source: dict[str, Any]  # the user's DeepSpeed JSON with documented key names, "auto" values included
+    ds_source: dict[str, object]  # the user's DeepSpeed JSON with documented key names, "auto" values included
     decision: Decision  # values decided from run and JSON, and warnings about the JSON
     machine: Machine
     inputs: Inputs | None

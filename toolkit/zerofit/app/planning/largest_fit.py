@@ -99,6 +99,8 @@ class FewestDevices:
         return f"fewest devices: {self.cluster.ranks} ({self.cluster.gpus} per node)"
 
 
+# All searches here use the pressure of a value: needed / available bytes of the scarcest memory, in the layout for
+# which this share is smallest. A value fits if its pressure is at most 1.
 def maximum_of(setup: SearchSetup, cluster: Cluster, what: Maximum, report: Reporter) -> tuple[SearchSetup, LargestFit]:
     """Return the setup with the largest `what` that fits, and the result of the search.
 

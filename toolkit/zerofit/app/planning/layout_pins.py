@@ -16,7 +16,7 @@ from zerofit.plan.layout import OFFLOADS, SIZES, UNSET, Offload, steps_early
 from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import AttentionKernel
 from zerofit.spec.partial_training import Bits, LoraInit
-from zerofit.spec.profile import Savings
+from zerofit.spec.profile import NOTHING_SAVED, Savings
 from zerofit.spec.run import PipelineSchedule, Precision
 
 # knob of a layout -> field of the run; key of the DeepSpeed JSON
@@ -132,12 +132,12 @@ def decided(given: Mapping[str, Any]) -> dict[str, Any]:
     return fixed | ({"ema": given["ema"]} if given.get("ema") else {})
 
 
-def savings_of(given: Mapping[str, Any], config: Mapping[str, Any]) -> Savings:
+def savings_of(given: Mapping[str, object], config: Mapping[str, object]) -> Savings:
     """Return the memory savings of a run's fields and a DeepSpeed JSON, without checkpointing."""
     savings = {name: given[name] for name in Savings._fields if given.get(name)}
     if get(config, "activation_checkpointing.cpu_checkpointing") is True:
         savings["activation_offload"] = True
-    return Savings(**savings)
+    return NOTHING_SAVED._replace(**savings)
 
 
 def read_config(ds_config: str | Mapping[str, object] | None) -> dict[str, Any]:

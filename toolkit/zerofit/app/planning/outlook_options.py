@@ -33,7 +33,7 @@ class WorkOptions(TypedDict, total=False):
     timed_by: str | Path | None  # a run folder whose saves and starts take as long as in the planned run
 
 
-def read_work(options: Mapping[str, Any]) -> Work | None:
+def read_work(options: Mapping[str, object]) -> Work | None:
     """Return the length, price and failure rate that the options set; None without options.
 
     Raises UserError with all problems.
@@ -42,14 +42,14 @@ def read_work(options: Mapping[str, Any]) -> Work | None:
     if not given:
         return None
     problems, values = Problems(), dict[str, Any]()
-    readers: dict[str, Callable[[Any], Any]] = {
+    readers: dict[str, Callable[[object], object]] = {
         "epochs": lambda value: _count(value, "--epochs"),
         "tokens": lambda value: _count(value, "--tokens"),
         "samples": lambda value: _count(value, "--samples"),
         "price": _prices,
         "mtbf": _mtbf,
         "storage": lambda value: parse_bytes(str(value), "--storage"),
-        "timed_by": lambda value: measured_times(Path(value)),
+        "timed_by": lambda value: measured_times(Path(str(value))),
     }
     # Each reader raises its own problem, so that a user sees all of them at once.
     for name, value in given.items():

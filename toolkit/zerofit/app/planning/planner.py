@@ -28,6 +28,14 @@ from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.run import Run
 
 
+# How a plan comes about, for each cluster:
+#
+#   request ─► profile of the model, fixed values, corrections    `search_setup.setup_of`
+#           ─► with --max or --min: the largest value that fits,  `largest_fit`
+#              or the fewest devices
+#           ─► layouts that fit, fastest first                    `plan.search.search`
+#           ─► simulations of the best layouts                    `confirm`
+#           ─► files and a trace of the chosen layout             `Plan.write`, `Plan.trace`
 class PlanOptions(LayoutPins, WorkOptions):
     """Options of `plan` besides its named arguments."""
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from zerofit.app.job.requests import assumed_inputs
 from zerofit.app.job.result_cache import result_file
@@ -46,7 +45,7 @@ class ProfileRequest:
     device: str  # "cpu" or "cuda"
     seq_len: int | None = None
     image: str | None = None  # "3x224x224"
-    model_args: dict[str, Any] = field(default_factory=dict)
+    model_args: dict[str, object] = field(default_factory=dict)
     checkpointings: tuple[Checkpointing, ...] = (False, True)
     degrees: tuple[Degrees, ...] | None = None  # None: all useful degrees
     savings: Savings = NOTHING_SAVED

@@ -162,6 +162,14 @@ class RolloutPlan:
         return write_files(folder, {"ds_config.json": content, f"{self.name}.yaml": f"{comment}\n{text}"})
 
 
+# An arrangement is a layout of the training with an engine. The layouts are those of `zerofit plan`; the engines are:
+#
+#   trl              on the same GPUs, asleep or awake during the training; on other GPUs of the node (server)
+#   verl, openrlhf   on the same GPUs, with each choice of what the trainer offloads while the engine generates
+#   no generation    none (offline methods such as dpo)
+#
+# For each engine, the best of the TRIED fastest layouts becomes a row. Memory is that of the highest phase of a step
+# (`rollout.phases`), since phases do not overlap. Time is the sum of all phases.
 def plan_rollouts(
     name: str,
     request: PlanningRequest,

@@ -127,7 +127,7 @@ def served_model(name: str, model_args: Mapping[str, object]) -> ServedModel:
         return replace(served, unquantized=_unquantized(source, args, patterns))
 
 
-def _unquantized(source: ModelSource, args: dict[str, Any], patterns: tuple[str, ...]) -> int:
+def _unquantized(source: ModelSource, args: dict[str, object], patterns: tuple[str, ...]) -> int:
     """Return the number of parameters in matrices of modules that match a pattern.
 
     Embedding and head do not count.

@@ -58,6 +58,13 @@ def lead(request: RunRequest, world: World, *, on_event: OnEvent | None = None, 
         atexit.register(leading.dismiss, code)
 
 
+# A launcher has started one process for each rank, so ranks cannot be started. The processes become guards instead:
+#
+#   all processes report host and cores to rank 0         `Rendezvous.report`
+#   rank 0 checks the run and prepares its folder         `claim`
+#   rank 0 sends the launch spec to the others            `Rendezvous.order`
+#   each process guards its rank, rank 0 supervises       `train_at`
+#   at the end, all processes exit with rank 0's code     `dismiss`
 class _Leading:
     def __init__(self, world: World, report: Reporter, anyway: bool):
         self._world, self._report, self._anyway = world, report, anyway

@@ -41,7 +41,7 @@ class TrainingResult:
     resumed_from: str | None  # the checkpoint that the last start resumed from
     unigram_entropy_nats: float | None = None  # loss of a model that predicts by token frequency alone
     sample: str | None = None  # text from the trained language model
-    stages: Sequence[Mapping[str, Any]] = ()  # pipelines only: stage, its ranks, its layers, parameters
+    stages: Sequence[Mapping[str, object]] = ()  # pipelines only: stage, its ranks, its layers, parameters
     conversations: Mapping[str, int] | None = None  # conversations: all, truncated, left out, and their tokens
     # name in metrics.jsonl -> measured, forecast (None: unknown) and difference as a share of the forecast
     against_forecast: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)

@@ -37,6 +37,11 @@ if TYPE_CHECKING:
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
+# The ranks of a session exist before zerofit is called, so no guard watches them:
+#
+#   rank 0 checks the run and prepares its folder; all ranks read the job from there   `_share_job`
+#   each rank builds its engine                                                        `train.run.RankRun`
+#   the user's loop gets batches; records and checkpoints are written between them     `_batches`
 class Session:
     """One rank of a run with a custom training loop.
 

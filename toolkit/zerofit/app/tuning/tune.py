@@ -38,6 +38,12 @@ FREE = {
 }
 
 
+# How a tuning runs:
+#
+#   candidates: configurations that fit by forecast (`TuneJob`)
+#     ─► the most promising one, by forecasts corrected with all trials so far (`Search.next`)
+#     ─► a trial: a short real run, until its step time is known (`run_trial`)   ─► back, until no time is left
+#     ─► the fastest measured configuration as files
 def tune(
     run: Run | RunRequest | str | Path,
     *,
