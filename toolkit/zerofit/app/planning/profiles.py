@@ -269,22 +269,18 @@ def _file_of(wanted: ProfileRequest) -> Path | None:
     content = _content(wanted.model)
     if content is None:
         return None
-    # Later options are in the key only if they are set, so that files of older versions stay valid.
+    # Without `engines` and `split_sequence`, which are applied to a profile after it is read.
     key = {
         "model": content,
         "args": wanted.model_args,
         "inputs": [wanted.seq_len, wanted.image],
         "settings": [wanted.precision, wanted.checkpointings, wanted.degrees, wanted.savings],
         "device": wanted.device,
+        "task": wanted.task,
+        "liger": wanted.liger_kernel,
+        "engine": wanted.engine,
+        "partial": wanted.partial and asdict(wanted.partial),
     }
-    if wanted.task:
-        key["task"] = wanted.task
-    if wanted.liger_kernel:
-        key["liger"] = True
-    if wanted.engine != "deepspeed":
-        key["engine"] = wanted.engine
-    if wanted.partial:
-        key["partial"] = asdict(wanted.partial)
     stem = "".join(c if c.isalnum() or c in ".-" else "-" for c in Path(wanted.model).name)
     return result_file("profiles", key, f"{stem}-{wanted.precision}-")
 
