@@ -29,7 +29,7 @@ class JobFileRequest:
     """A scheduler job: the run, where it runs, and the file to write; a field per flag."""
 
     target: str | None  # model, run file or run folder
-    flags: Mapping[str, object]  # fields of the run that the user gave
+    flags: Mapping[str, Any]  # fields of the run that the user gave
     slurm: Path | None = None  # file to write
     kubernetes: Path | None = None  # file to write
     nodes: int | None = None
@@ -140,7 +140,7 @@ def _prepare_kubernetes(
     """Return the function that writes the manifest, which refers to a Secret. Raises UserError."""
     file = options.kubernetes
     assert file and options.image and options.claim
-    restarts: dict[str, int] = {"max_restarts": options.max_restarts} if options.max_restarts else {}
+    restarts: dict[str, Any] = {"max_restarts": options.max_restarts} if options.max_restarts else {}
     job = KubernetesJob(
         **common,
         **restarts,

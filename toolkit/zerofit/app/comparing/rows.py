@@ -142,7 +142,7 @@ AnyStrategyRow = TypeVar("AnyStrategyRow", bound=StrategyRow)
 class RowStore:
     """A folder with one file per row."""
 
-    def __init__(self, output: Path | None, kind: str, identity: Mapping[str, object]):
+    def __init__(self, output: Path | None, kind: str, identity: Mapping[str, Any]):
         """Use a new folder, or a folder with rows of the same comparison.
 
         `identity`: everything that determines the rows, including the job. If `output` is None, the folder's name
@@ -360,7 +360,7 @@ class Comparison(Generic[AnyRow]):
     """The rows of a comparison, and the files that contain them."""
 
     kind: Kind
-    about: Mapping[str, Any]  # settings shared by all rows
+    about: dict[str, Any]  # settings shared by all rows
     rows: Sequence[AnyRow]
     summary: Sequence[SizeSummary] | None = None  # batch sizes only, over the seeds
     critical_batch: float | None = None  # batch sizes only, in samples
