@@ -83,7 +83,8 @@ def main() -> int:
 
 def compared(name: str, case: Case, stage: int) -> dict[str, Any]:
     """Forecast one layout, and simulate the rank that needs most by it."""
-    args, ranks = {"num_hidden_layers": case.layers}, 8 * case.nodes
+    args: dict[str, object] = {"num_hidden_layers": case.layers}
+    ranks = 8 * case.nodes
     wanted = ProfileRequest(
         model=case.model,
         precision="bf16",

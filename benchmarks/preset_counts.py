@@ -17,7 +17,7 @@ from zerofit.models.names import model_table
 def main() -> None:
     wrong = 0
     for row in model_table(tuple(sys.argv[1:])):
-        counted = count_parameters(find(row["name"]))
+        counted = count_parameters(find(str(row["name"])))
         if counted != row["parameters"]:
             wrong += 1
             print(f"{row['name']}: counted {counted}, stored {row['parameters']}")

@@ -51,7 +51,7 @@ def main() -> None:
         (str(row["name"]), device, precision, seq_len)
         for device, precision, seq_len in SETTINGS[: arguments.settings]
         for row in rows
-        if ships(row["name"], seq_len)
+        if ships(str(row["name"]), seq_len)
     ]
     if arguments.check:
         there = [one for one in wanted if one[0] in shipped.read_lines(file_of(*one))][:: arguments.every]

@@ -14,7 +14,7 @@ from zerofit.app.training.prepare_folder import find_start
 from zerofit.app.training.run_ranks import run_ranks
 from zerofit.checkpoint.store import Store
 from zerofit.config.batch import regroup
-from zerofit.explain.not_finite import RankFindings, Replay, cause_of, has_risen
+from zerofit.explain.not_finite import Replay, cause_of, has_risen
 from zerofit.launch.host import this_machine
 from zerofit.launch.local import local_site
 from zerofit.launch.ops import build_ops, needed_ops
