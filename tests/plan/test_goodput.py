@@ -111,10 +111,13 @@ def test_hours_of_a_node_or_of_a_gpu():
 def test_what_a_save_writes():
     p = 10**9
     each = {s: checkpoint_bytes(p, PlannedLayout(zero_stage=s, micro_batch=1, dp=8)) for s in range(4)}
-    assert {whole for whole, _ in each.values()} == {14 * p}  # bf16 weights, fp32 master, two moments
-    assert [most for _, most in each.values()] == [14 * p, 2 * p + 12 * p / 8, 2 * p + 12 * p / 8, 14 * p / 8]
+    # fp32 master and two moments, and below stage 3 bf16 weights
+    assert [whole for whole, _ in each.values()] == [14 * p, 14 * p, 14 * p, 12 * p]
+    assert [most for _, most in each.values()] == [14 * p, 2 * p + 12 * p / 8, 2 * p + 12 * p / 8, 12 * p / 8]
     parts = checkpoint_bytes(p, PlannedLayout(zero_stage=1, micro_batch=1, dp=2, tp=2))[1]
     assert parts == 2 * p / 2 + 12 * p / 4
+    lion = PlannedLayout(zero_stage=0, micro_batch=1, precision="fp32", optimizer="lion")
+    assert checkpoint_bytes(p, lion)[0] == 8 * p
 
 
 @pytest.mark.parametrize("mtbf_s", [1e-3, 1.0, 1e12])

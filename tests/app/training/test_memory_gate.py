@@ -22,6 +22,7 @@ from zerofit.app.simulation import runs
 from zerofit.app.simulation.runs import KnobSimulations
 from zerofit.app.training import memory_forecast, memory_gate
 from zerofit.app.training.memory_gate import MemoryGate
+from zerofit.checkpoint.store import expected_bytes
 from zerofit.config.ds_json import read_for_run
 from zerofit.doctor.preflight import Preflight
 from zerofit.launch.hostfile import Host
@@ -32,7 +33,7 @@ from zerofit.spec.errors import Problem
 from zerofit.spec.events import Event, Reporter
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES, CPU_PROCESS_HIGH_BYTES, CPU_PROCESS_LOW_BYTES, HOST_PROCESS_BYTES
 from zerofit.spec.reservations import reserved_on_host
-from zerofit.spec.run_folder import MemoryForecast, RunFolder
+from zerofit.spec.run_folder import Job, MemoryForecast, RunFolder
 from zerofit.worker import refuse_small_host
 
 LLAMA = {"model": "llama-tiny", "data": "pysource", "steps": 2, "micro_batch": 64, "seq_len": 128, "ranks": 1}
@@ -245,6 +246,7 @@ def test_the_copy_that_is_written_while_it_trains_is_what_is_saved(pools, tmp_pa
     (saved, *_) = sorted((trained.folder.path / "checkpoints").glob("step-*"))
     sizes = {path.name: path.stat().st_size for path in saved.rglob("*_states.pt")}
     first = sum(size for name, size in sizes.items() if "pp_rank_1_" not in name)
+    assert expected_bytes(Job.read(trained.folder)) == pytest.approx(sum(sizes.values()), rel=0.03)
     found = []
     for background in (False, True):
         asked = as_request(zf.Run(**how, save_async=background))

@@ -22,12 +22,14 @@ from pydantic import Field, TypeAdapter
 
 from zerofit.checkpoint.direct_file import PIECE, DirectFile
 from zerofit.checkpoint.foreign import foreign_at, other_format
+from zerofit.features.optimizers import of_json
 from zerofit.models.checksums import WORD
 from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import field_data, stays_inside, sync_folder, write_text
 from zerofit.spec.foreign import Unreadable, read_json, shaped
+from zerofit.spec.model_facts import ELEMENT_BYTES
 from zerofit.spec.run_folder import Job
 
 # Names in a run's checkpoints/ folder; only the first is a checkpoint that a run resumes from:
@@ -48,6 +50,17 @@ THREADS = 4  # threads; hashing releases the GIL, but more threads would wait fo
 QUIET_S = 2.0  # seconds of verification before progress is shown
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
+def expected_bytes(job: Job) -> int:
+    """Estimate the bytes of a checkpoint of a job: trained weights, master weights and optimizer states."""
+    trained, stage = job.facts.trained_parameters, job.layout.zero_stage
+    optimizer = of_json(job.ds_config.get("optimizer", {}).get("type"))
+    states = sum(optimizer.states.of_tensors([trained], gpu=True)) if optimizer else 8 * trained
+    # Stage 3 saves the weights as their float32 partitions only. In fp32, only ZeRO has such a copy.
+    weights = 0 if stage == 3 else trained * ELEMENT_BYTES[job.precision]
+    masters = trained * 4 if stage or job.precision != "fp32" else 0
+    return weights + masters + states
 
 
 class ManifestError(ValueError):

@@ -12,6 +12,7 @@ from functools import lru_cache
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
+from zerofit.features.optimizers import OPTIMIZERS
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rate_catalog import SourcedRate
 from zerofit.spec.cluster import Cluster
@@ -103,8 +104,11 @@ def spare_nodes(expected: float, certainty: float) -> int:
 
 def checkpoint_bytes(parameters: int, layout: PlannedLayout) -> tuple[float, float]:
     """Return the bytes of a checkpoint, and the most bytes that one rank writes."""
-    # the weights in the run's precision, and 12 bytes per element for master weights and moments
-    weights, states = parameters * layout.element_bytes, parameters * 12
+    # Stage 3 saves the weights as their float32 partitions only. In fp32, only ZeRO has such a copy.
+    weights = 0 if layout.zero_stage == 3 else parameters * layout.element_bytes
+    masters = parameters * layout.weight_bytes if layout.zero_stage or layout.precision != "fp32" else 0
+    moments = sum(OPTIMIZERS[layout.optimizer].states.of_tensors([parameters], gpu=True)) * layout.weight_bytes // 4
+    states = masters + moments
     parts = layout.tp * layout.pp
     shards = layout.zero_ranks
     # below ZeRO stage 3, the first rank of each tensor or pipeline part writes that part's weights, at stage 0 also its

@@ -131,11 +131,6 @@ class ModelFacts:
         """Return the bytes of all weights. The number is the same in memory and on disk."""
         return (self.parameters - self.quantized) * ELEMENT_BYTES[precision] + self.quantized_bytes
 
-    def checkpoint_bytes(self, precision: str) -> int:
-        """Estimate the bytes of a checkpoint, for Adam."""
-        # the trained weights, and in fp32 their master weights and two moments
-        return self.trained_parameters * (12 + ELEMENT_BYTES[precision])
-
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:

@@ -14,7 +14,17 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from zerofit.checkpoint.store import STATE, FileMark, FrozenWeights, Manifest, Store, files_of, folder_name, marks_of
+from zerofit.checkpoint.store import (
+    STATE,
+    FileMark,
+    FrozenWeights,
+    Manifest,
+    Store,
+    expected_bytes,
+    files_of,
+    folder_name,
+    marks_of,
+)
 from zerofit.models.inputs import Inputs
 from zerofit.spec.errors import Problem
 from zerofit.spec.files import sync_file, write_json
@@ -206,7 +216,7 @@ class Saver:
         """Make the staging folder. Return a problem if there is too little space on the disk."""
         self._folder.checkpoints.mkdir(exist_ok=True)
         sizes = [entry.manifest.total_bytes for entry in self._store.entries() if entry.manifest]
-        needed = sizes[-1] if sizes else self._job.facts.checkpoint_bytes(self._job.precision)
+        needed = sizes[-1] if sizes else expected_bytes(self._job)
         free = shutil.disk_usage(self._folder.checkpoints).free
         if free < needed + SPARE_BYTES:
             spare = f"plus {shown_bytes(SPARE_BYTES)} for logs and metrics"

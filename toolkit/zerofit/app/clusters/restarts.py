@@ -26,7 +26,7 @@ from zerofit.app.training.memory_gate import MemoryGate
 from zerofit.app.training.prepare_folder import find_folder, make_ready, prepare, resuming
 from zerofit.app.training.result import TrainingResult, finished_before
 from zerofit.app.training.run_ranks import run_ranks
-from zerofit.checkpoint.store import Store
+from zerofit.checkpoint.store import Store, expected_bytes
 from zerofit.config.batch import regroup, shown
 from zerofit.doctor.check import FAIL, OK, Check
 from zerofit.doctor.compare import disk
@@ -118,7 +118,7 @@ class RestartingRun:
             job, folder = prepared.job, prepared.folder
             if examined:
                 # The size of a checkpoint is known only now. The other facts were checked before.
-                disks = disk(examined.facts, job.facts.checkpoint_bytes(job.precision))
+                disks = disk(examined.facts, expected_bytes(job))
                 self._refuse([check for check in disks if check.status != OK])
             _check_libaio(examined, job.ds_config)
             finished = finished_before(job, folder)

@@ -14,6 +14,7 @@ from zerofit.app.simulation.runs import KnobSimulations, PreparedSimulation
 from zerofit.app.training.free_memory import Facts, HostMemory, memory_here, memory_of_hosts
 from zerofit.app.training.memory_forecast import RankForecasts, forecast_ranks, least_bytes
 from zerofit.check.dotted import get
+from zerofit.checkpoint.store import expected_bytes
 from zerofit.launch.hostfile import Host
 from zerofit.simulate.endings import MAY_FIT, optional
 from zerofit.simulate.forecast.assess import assess
@@ -337,7 +338,7 @@ def _host_verdict(forecasts: RankForecasts, host: HostMemory) -> HostVerdict:
 
 def disk_problem(job: Job, output: Path, forecasts: RankForecasts | None) -> Problem | None:
     """Return a problem if a disk is too small for the model and a checkpoint, or for offloading."""
-    saved = 0 if job.run.save_every == "0" else job.facts.checkpoint_bytes(job.precision)
+    saved = 0 if job.run.save_every == "0" else expected_bytes(job)
     # Every run keeps at least one checkpoint, if it saves any, and writes the model at its end.
     needs = [(output, saved + job.facts.weight_bytes(job.precision))]
     offloaded = sum(forecasts.of(rank).record.nvme_bytes for rank in range(job.layout.world_size)) if forecasts else 0
