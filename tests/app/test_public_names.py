@@ -46,7 +46,7 @@ def test_type_checkers_read_the_names_that_there_are():
     assigned = {ast.unparse(node.targets[0]): node.value for node in SOURCE.body if isinstance(node, ast.Assign)}
     listed = ast.literal_eval(assigned["__all__"])
     assert listed == sorted(listed) == dir(zerofit)
-    assert imported == set(listed) == set(zerofit._PLACES)
+    assert imported == set(listed) == set(zerofit._MODULE_OF)
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         zerofit.trian  # type: ignore  # noqa: B018
 

@@ -22,27 +22,27 @@ from zerofit.check.schema import filled_by
 from zerofit.check.subject import ZERO, CheckSubject, TargetHardware
 
 MAX_SECTIONS = 3  # that a hint names for a misplaced key
-MAX_UNKNOWN = 100  # unknown keys of a section with a finding each
+MAX_UNKNOWN = 100  # unknown keys of a section that get a finding each; one more finding counts the others
 
 # findings about a value that DeepSpeed does not allow
 WRONG_VALUE = ("wrong-type", "number-as-string", "out-of-range", "not-allowed")
 
-# flags outside of strict sections whose type DeepSpeed checks; of all others it uses any value as true or false
 _EXPERTS = "expert_parallel."
+# flags outside of strict sections whose type DeepSpeed checks; for all others it reads any value as true or false
 TYPED = (
     *("checkpoint.writer.", "checkpoint.parallel_write."),
     f"{_EXPERTS}async_",
     f"{_EXPERTS}validate_",
     f"{_EXPERTS}has_",
 )
-SUMMED = ("wall_clock_breakdown", "flops_profiler.enabled")  # flags that it combines by |, which needs integers
+SUMMED = ("wall_clock_breakdown", "flops_profiler.enabled")  # flags that DeepSpeed joins by |, which needs integers
 # integers for which DeepSpeed refuses true and false
 COUNTED = ("checkpoint.writer.", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
-# integers for which DeepSpeed refuses 2.0
+# integers for which DeepSpeed refuses 2.0 (train_batch_size may be a float)
 INTEGERS = (*COUNTED[:3], _EXPERTS, "flops_profiler.module_depth")
-# effect of a number below the least one, of keys whose sign DeepSpeed does not check
+# what DeepSpeed does with a number below the minimum, for keys that it does not check
 BELOW = {"gradient_clipping": "DeepSpeed does not clip", "steps_per_print": "DeepSpeed uses it without its sign"}
-MOST_INTEGER = 2**63  # for pydantic, which reads the strict sections
+MOST_INTEGER = 2**63  # pydantic, which reads the strict sections, refuses integers from here on
 FLAG_WORDS: dict[str, bool] = dict.fromkeys(("1", "t", "y", "yes", "on", "true"), True)  # pydantic's
 FLAG_WORDS |= dict.fromkeys(("0", "f", "n", "no", "off", "false"), False)
 
@@ -78,7 +78,7 @@ def _walk(config: Mapping[str, object], schema: Schema, prefix: str, c: CheckSub
         yield Finding(
             code="unknown-key",
             path=f"{prefix}{unknown[MAX_UNKNOWN]}",
-            message=f"{len(rest):,} more unknown keys after this one {_in(section)}",
+            message=f"{len(rest):,} more unknown keys {_in(section)}, this one included",
             why=_why_unknown(section, catalog),
             fix="remove them: a configuration has a few dozen keys",
         )
@@ -166,9 +166,9 @@ def _read_by_programs(path: str, elsewhere: Sequence[str]) -> Finding:
 
 
 def _sections_with(key: str, path: str, value: object, c: CheckSubject) -> list[str]:
-    """Return the paths at which DeepSpeed has the key that the file has at `path`."""
+    """Return the paths where the key at `path` may belong; none if there are too many."""
     paths = c.catalog.places.get(key, [])
-    # Many sections have keys like `enabled`: such a key belongs to its own top-level section, if anywhere.
+    # A key like `enabled` is in many sections: only paths in its own top-level section count.
     generic = len(paths) > MAX_SECTIONS or (len(paths) > 1 and "_" not in key)
     section = path.partition(".")[0]
     fitting = [place for place in paths if _may_be_meant(value, c.catalog.node(place) or {})]
@@ -186,7 +186,7 @@ def _is_certain(path: str, place: str, value: object, c: CheckSubject) -> bool:
         known = (c.catalog.node(place) or {}).get("properties", {})
         return not target or (bool(value) and value.keys() <= known.keys())
     related = not target or f"{target}.".startswith(f"{parent}." if parent else "")
-    # The file must have the target section. Another program may read a single word at the top level.
+    # The file must have the target section. A key at the top level needs a "_": another program may read a single word.
     return related and (not target or bool(c.section(target))) and (bool(parent) or "_" in path)
 
 
@@ -246,7 +246,7 @@ def _value(path: str, value: object, schema: Schema, c: CheckSubject) -> Iterato
 
 def _auto(path: str, schema: Schema, catalog: Catalog, setting: TargetHardware) -> Finding:
     """Return the finding about an "auto" that no program fills in."""
-    # DeepSpeed drops "auto" in strict sections and uses its default. But it compares autotp_size before.
+    # DeepSpeed drops "auto" in strict sections and uses its default. But it compares autotp_size before that.
     dropped = path.rpartition(".")[0] in catalog.strict and path != "tensor_parallel.autotp_size"
     severity, why = "error", 'DeepSpeed fails on "auto"'
     if schema.get("type") == "boolean" and not path.startswith((*TYPED, *SUMMED)):
@@ -286,7 +286,7 @@ def _plainly_fits(value: object, schema: Schema) -> bool:
 def _faults(path: str, value: Any, schema: Schema, strict: bool) -> Iterator[Finding]:
     types = schema.get("type", ())
     integer = "integer" in types and "number" not in types
-    # For a JSON Schema, 2.0 and 1e300 are integers. DeepSpeed refuses 2.0 at some keys, and 1e300 at all.
+    # For a JSON Schema, 2.0 and 1e300 are integers. DeepSpeed refuses 2.0 at some keys, and 1e300 at every key.
     if isinstance(value, float) and integer and (path.startswith(INTEGERS) or abs(value) >= MOST_INTEGER):
         yield _fraction(path, value, schema)
         return

@@ -183,7 +183,7 @@ class PlannedLayout:
 
     @property
     def shard_ranks(self) -> int:
-        """The number of ranks that FSDP divides parameters among."""
+        """The number of ranks that divide parameters among them: FSDP's shards, or ZeRO's ranks."""
         return self.zero_ranks // self.replicas
 
     @property

@@ -31,7 +31,7 @@ from zerofit.spec.profile import Profile, setting
 EARLY_GROUP = 100_000_000
 # bytes of host memory read and written per element, besides the optimizer's: clipping reads and writes the gradient
 # (8, stage3.py:2988), and the stepped parameter is converted (6, stage3.py:2858)
-HOST_BYTES = 14
+HOST_BYTES = 14  # the host's step does not scale the gradient or take its norm (see `UNSTEPPED_BYTES`)
 
 Stream = Literal[
     "compute",
@@ -63,7 +63,7 @@ class StepTime:
     sequence_s: float  # all-to-alls of sequence parallelism
     experts_s: float  # all-to-alls of expert parallelism
     bubble_s: float  # a pipeline's idle time while it fills and drains
-    optimizer_s: float  # Adam, and the all-gather of stepped parameters
+    optimizer_s: float  # the optimizer's step with its launches, and the all-gather of stepped parameters
     transfer_s: float  # offloading between device, host and disks, including activations
 
     def scaled(self, factor: float) -> StepTime:
@@ -122,7 +122,7 @@ class StepParts:
     @property
     def reductions(self) -> int:
         """The number of micro batches that end with a reduction."""
-        # at stages 0 and 1, and with Accelerate's FSDP2, only the last micro batch does
+        # at stages 0 and 1, and if FSDP keeps full gradients between micro batches, only the last micro batch does
         each = self.layout.zero_stage >= 2 and not self.layout.keeps_full_gradients
         return self.layout.accumulation if each else 1
 
@@ -184,16 +184,14 @@ class StepParts:
 #     closed form   `Timer.step` adds the parts up; a search times ten thousand layouts with it (0.1 ms each)
 #     timeline      `step_timeline` places every kernel and collective; for traces and for tests of the closed form
 #
-# With m micro batches, forward f, backward b (with the reductions that it hides), p pipeline stages and
-# 1F1B:
+# With m micro batches, forward f, backward b (with the reductions that it hides), p pipeline stages and 1F1B:
 #
 #     step = (m + p - 1) (f + b + 2 send)                     passes of all stages in lockstep
 #          + reductions x (what backward does not hide)       once at stages 0 and 1, m times at stages 2 and 3
 #          + the engine's passes over gradients + optimizer + copies between device, host and disks
 #
 # A layer takes max(kernels, launches) on a GPU, whose host runs ahead, and their sum on a CPU.
-# Collectives of tensor, sequence and expert parallelism are added, since the next kernel needs their
-# result.
+# Collectives of tensor, sequence and expert parallelism are added, since the next kernel needs their result.
 class Timer:
     """Forecasts step times for one model on one cluster. Layouts share results where they can."""
 
@@ -250,8 +248,8 @@ class Timer:
         # consecutive pipeline stages: pipe is the outermost axis of DeepSpeed's topology
         neighbors = group_of(2 if layout.pp > 1 else 1, layout.world_size // layout.pp, gpus)
         first, later = self._accumulate(layout, rank_pass)
-        # gradients are reduced during backward only with overlap_comm; otherwise on backward's stream
-        # (stage3.py:341, stage_1_and_2.py, average_tensor), and at stage 0 after it
+        # With overlap_comm or FSDP, reductions run beside backward. Otherwise they run on backward's stream
+        # (stage3.py:341, stage_1_and_2.py, average_tensor), at stage 0 after it, in a pipeline after its last pass.
         overlapped = (layout.overlap or layout.by_layer) and layout.zero_stage > 0 and layout.pp == 1
         return StepParts(
             layout=layout,
@@ -268,7 +266,7 @@ class Timer:
         )
 
     def _share(self, layout: PlannedLayout, rank_pass: RankPass) -> float:
-        """Return one rank's share of the parameters. Experts are divided among fewer ranks."""
+        """Return one rank's share of the parameters. An expert is divided among shard_ranks / ep ranks."""
         return (1 + (layout.ep - 1) * rank_pass.expert_share) / layout.shard_ranks
 
     def _spread_s(
@@ -351,7 +349,7 @@ class Timer:
         if layout.zero_stage < 2:  # autograd adds gradients to those of earlier micro batches
             added = 3 * layout.element_bytes * rank_pass.trained_parameters
             return (), (StepTask("compute", ADDED, added, added / self.rates.streaming),)
-        first, later = ((self._handled(layout, rank_pass, later=again),) for again in (False, True))
+        first, later = ((self._handled(layout, rank_pass, later=is_later),) for is_later in (False, True))
         if layout.by_layer:
             added = (
                 3 * layout.full_gradient_bytes * rank_pass.trained_parameters if layout.keeps_full_gradients else 0.0
@@ -371,7 +369,7 @@ class Timer:
     def _handled(self, layout: PlannedLayout, rank_pass: RankPass, *, later: bool) -> StepTask:
         """Return the engine's work on the reduced gradients of one micro batch.
 
-        With `later` it is a later micro batch, else the first.
+        With `later` it is a later micro batch, else the first. At stages 0 and 1 it is the work of a step.
         """
         work, share = engine_work(layout), self._share(layout, rank_pass)
         moved = (work.gradients + share * (work.kept + later * work.added)) * rank_pass.trained_parameters
@@ -398,7 +396,7 @@ class Timer:
             yield StepTask("compute", "passes of the step", traffic, traffic / rates.streaming)
             yield StepTask("compute", "optimizer", moved, moved / getattr(rates, entry.step.like))
         else:
-            # offloaded gradients are copied in float32; a node's ranks share its host memory and its disks
+            # offloaded gradients are copied in float32
             states = MASTER_BYTES * floats + host_state_bytes(layout) * share
             traffic = moved + (HOST_BYTES - UNSTEPPED_BYTES) * floats
             copied = rates.host_copy(layout.pin_optimizer)
@@ -406,6 +404,7 @@ class Timer:
             yield StepTask("device to host", "gradients of a step", graded, graded / copied)
             if layout.offload_optimizer == "nvme":
                 yield StepTask("NVMe", "read optimizer states", states, states * gpus / rates.nvme_read)
+            # a node's ranks share its host memory and its disks
             stepped = StepTask("host", "optimizer", traffic, traffic * gpus / rates.host)
             yield _left_of_step(stepped, layout, rank_pass, share)
             if layout.offload_optimizer == "nvme":
@@ -436,7 +435,7 @@ def _left_of_step(task: StepTask, layout: PlannedLayout, rank_pass: RankPass, el
 
 
 def _calls(layout: PlannedLayout, rank_pass: RankPass) -> float:
-    """Return the number of buckets that the gradients fill."""
+    """Return the number of collectives for all parameters, one for each bucket; may be a fraction."""
     return max(1.0, rank_pass.trained_parameters / max(1, layout.bucket))
 
 

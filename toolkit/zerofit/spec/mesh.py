@@ -84,10 +84,9 @@ def parts_of_stage(stage: int, stages: int, schedule: PipelineSchedule) -> tuple
 
 
 def heaviest_of_stages(layout: Layout, batch: Batch) -> list[int]:
-    """Return for each pipeline stage the first rank with the stage's largest micro batch."""
-    if not batch.by_rank or layout.dp < layout.world_size:
-        return first_of_stages(layout)
-    return [batch.by_rank.index(max(batch.by_rank))]
+    """Return the rank of each pipeline stage to simulate first: the first with the largest micro batch."""
+    # Unequal micro batches are allowed only with data parallelism alone, so there is one stage.
+    return [batch.by_rank.index(max(batch.by_rank))] if batch.by_rank else first_of_stages(layout)
 
 
 def describe_rank(rank: int, layout: Layout) -> str:

@@ -56,7 +56,7 @@ def start_engine(job: Job, model: nn.Module, steps: int, **options: Any) -> Any:
     """Return a DeepSpeed engine with the run folder's JSON, unchanged, and the run's schedule."""
     run = job.run
     if "scheduler" not in job.ds_config:
-        assert run.lr  # a job's run is resolved
+        assert run.lr  # set in every job
         factor = partial(
             learning_rate_factor,
             total=steps,
@@ -65,7 +65,7 @@ def start_engine(job: Job, model: nn.Module, steps: int, **options: Any) -> Any:
             floor=min(1.0, run.min_lr / run.lr),
         )
         options["lr_scheduler"] = lambda optimizer: LambdaLR(optimizer, factor)
-    # Both change modules of the model, so they must come before DeepSpeed wraps or partitions them.
+    # `keep_on_host` and `tile_mlps` change modules, so they come before DeepSpeed wraps or partitions the modules.
     if run.activation_offload:
         keep_on_host(model)  # DeepSpeed's cpu_checkpointing works only with its own checkpoint function
     if run.mlp_chunk:
@@ -73,6 +73,7 @@ def start_engine(job: Job, model: nn.Module, steps: int, **options: Any) -> Any:
     decay = bool(get(job.ds_config, "optimizer.params.weight_decay", True))
     groups: Any = parameter_groups(model.parameters(), decay)  # DeepSpeed's annotation does not allow groups
     entry = of_json(get(job.ds_config, "optimizer.type"))
+    # a compiled step needs Muon's compiled functions on a GPU
     if not (entry and entry.compiled and accelerator().device_name() != "cpu"):
         import_muon()
     if job.layout.tp > 1:
@@ -117,10 +118,10 @@ def import_muon() -> None:
 def learning_rate_factor(step: int, *, total: int, warmup: int, schedule: str, floor: float) -> float:
     """Return the learning rate at a step (from 0), as a factor of the peak rate.
 
-    Cosine and linear schedules end at `floor`.
+    Cosine and linear schedules approach `floor`, which step `total` would have.
     """
     # A step with rate 0 would be wasted. So the first step already has 1/(warmup + 1) of the peak, and the last step
-    # stays above the floor.
+    # (total - 1) stays above the floor.
     if step < warmup:
         return (step + 1) / (warmup + 1)
     if schedule == "constant":
@@ -206,7 +207,7 @@ def _unscale_norm(optimizer: Any) -> None:
 
 
 def _keep_gradient_norm(engine: Engine) -> None:
-    """Make the engine keep the gradient norm in fp32 without ZeRO."""
+    """Make an fp32 engine without ZeRO keep its gradient norm."""
 
     def clip() -> None:  # as in runtime/engine.py, clip_fp32_gradients, which drops the norm
         engine._global_grad_norm = clip_grad_norm_(
@@ -254,7 +255,7 @@ def _build_combined(job: Job, inputs: Inputs | None) -> tuple[nn.Module, MeshGro
 
 
 class ZeroTrainer(EngineTrainer):
-    """Trainer for ZeRO 0-3 with or without offload, tensor parallelism and sequence parallelism."""
+    """Trainer for ZeRO 0-3 with or without offload, and tensor, sequence and expert parallelism."""
 
     def __init__(self, job: Job, coords: RankCoords, inputs: Inputs | None, model: nn.Module | None = None):
         """Start the engine for `model`, or for the model that the run names."""
@@ -309,9 +310,9 @@ class ZeroTrainer(EngineTrainer):
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
-        """Return loss, targets and right answers, summed over every rank's batches: float64 (3,).
+        """Return loss, targets and right answers, summed over every rank's batches: float64 (3 + classes^2,).
 
-        For labelled text and pixels the entries of `class_table` follow.
+        For labelled text and pixels the entries of `class_table` follow; otherwise `classes` is 0.
         """
         self.engine.eval()
         sums = torch.zeros(3 + self._classes**2, dtype=torch.float64, device=self.device)
@@ -349,7 +350,7 @@ class ZeroTrainer(EngineTrainer):
             return {}
         progress("writing a sample")
         prompt, context = data.encode(PROMPT), job.run.seq_len
-        assert context  # a job's run on text is resolved
+        assert context  # set in every job on text
         return {"sample": data.decode(self._continue(prompt, context))}
 
     @torch.no_grad()
@@ -398,7 +399,10 @@ class ZeroTrainer(EngineTrainer):
         return loss if aux is None else loss + aux
 
     def eval_counts(self, batch: Batch) -> Tensor:
-        """Return loss, targets and right answers, summed over a batch of this rank: float64 (3,)."""
+        """Return loss, targets and right answers, summed over a batch of this rank.
+
+        The shape is that of `evaluate`.
+        """
         x, labels, extra = self.to_device(batch)
         if self._named and self._named.padded:
             batch = {"inputs": x, "labels": labels, **extra}
@@ -416,7 +420,7 @@ class ZeroTrainer(EngineTrainer):
         return torch.cat([sums, class_table(logits, labels, self._classes)]) if self._classes else sums
 
     def _logits(self, x: Tensor, extra: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return logits (with `_head`: its result for the labels) and the routers' loss."""
+        """Return logits and the routers' loss. With `_head`, its result for the labels replaces the logits."""
         with self._head.with_labels(labels) if self._head else nullcontext():
             logits, aux = forward_logits(self.engine, x, **extra)
         return (output_part(logits, "logits") if self.job.facts.own else logits), aux

@@ -35,7 +35,7 @@ from zerofit.spec.run_folder import Batch, FittedLayout, RunFolder
 from zerofit.spec.units import shown_bytes
 
 PLACE = "--fit"
-KEPT = {"ranks", "precision", "micro_batch_by_rank", "ema", *CHOSEN}  # fields of the run that can be chosen
+KEPT = {"ranks", "precision", "micro_batch_by_rank", "ema", *CHOSEN}  # the fields that a choice may have
 LEANER = 0.9  # after a rank ran out of memory, layouts above this share of its forecast are not chosen
 HINT = "leave out layout options, use shorter sequences or fewer --ranks; `zerofit plan` lists devices that fit; "
 HINT += "--anyway starts the smallest layout anyway"
@@ -59,14 +59,15 @@ def fitted(
     Without `--fit` the request is unchanged. For a run on this machine, `machine` is None and `hosts` is empty.
     `anyway`: if no layout fits, use the smallest. Raises UserError and ModelError, and DoesNotFit if no layout fits.
     """
-    # An earlier choice is reused. If a rank ran out of memory with it, the layout is chosen again among smaller ones,
-    # from the options that the user gave then.
+    # An earlier choice is reused. If a rank ran out of memory with it, the layout is chosen again among smaller ones.
     former = read_choice(folder)
     places = [Path(request.places[name].rpartition(":")[0]).absolute() for name in CHOSEN if name in request.places]
-    is_resume = bool(places) and all(place == folder.run for place in places)  # no flag sets a field of the layout
+    # without a flag for the layout, each of its fields comes from the run folder
+    is_resume = bool(places) and all(place == folder.run for place in places)
     if former and not request.run.fit and is_resume:
         if not former.ran_out:
             return request, former
+        # from the options that the user gave then
         free = {name: Run.model_fields[name].default for name in ("ranks", *CHOSEN)} | former.given
         run = request.run.model_copy(update={**free, "fit": True})
         places = {name: place for name, place in request.places.items() if name not in free or name in former.given}
@@ -82,6 +83,7 @@ def fitted(
         raise UserError(Problem(kind="conflict", message=message, hint=hint, where="--fit"))
     given = given_fields(request)
     devices = (machine or this_machine()).devices
+    # this machine may have fewer devices than the one that chose
     enough_ranks = former and ("ranks" in former.given or former.chosen["ranks"] <= devices)
     if former and former.given == given and not former.ran_out and enough_ranks:
         report.note(f"using the layout chosen earlier for {folder.path}: {former.why[0]}")
@@ -90,7 +92,7 @@ def fitted(
 
 
 def read_choice(folder: RunFolder) -> FittedLayout | None:
-    """Return the choice in this run folder; None if there is none or it sets other fields."""
+    """Return the choice in this run folder; None if there is none, it is damaged or it sets other fields."""
     try:
         stored = read_json(folder.plan).get("fit")
         choice = shaped(stored, TypeAdapter(FittedLayout)) if stored else None

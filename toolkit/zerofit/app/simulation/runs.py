@@ -44,7 +44,8 @@ from zerofit.spec.units import counted
 #   1. `prepare_simulation` turns the request into a job, as before a run starts, for the described cluster.
 #   2. A rank of each stage runs the engine on fake tensors. For a large model it runs few layers and extrapolates.
 #   3. `decided` runs a rank again with all layers if the extrapolation leaves its verdict open.
-#   4. `heaviest_of` runs, in each stage, the rank whose partition needs most memory.
+#   4. At ZeRO 1 and 2, `engine.partitions` names in each stage the rank whose partition needs most memory
+#      (`record.heavier_rank`). `heaviest_of` runs it.
 #   5. The stage with the worst verdict is the result. Changes that would need less memory are simulated on demand.
 
 

@@ -1,4 +1,4 @@
-"""Define the faults that scripts can have, with message, cost, change and detector.
+"""Define the faults that scripts can have: problem, mend, cost and detector.
 
 A detector reads the records of the simulated rank: its storages with kind, line and phase, and the `FaultLog`.
 """
@@ -42,7 +42,7 @@ from zerofit.spec.overhead import HOST_RESERVE
 from zerofit.spec.units import shown_bytes
 
 WORTH_BYTES, WORTH_SHARE = 32 << 20, 0.05  # a fault must cost at least these bytes and this share of the peak
-GROWS_BYTES = 1 << 20  # growth with each micro batch that is reported: memory runs out at some step
+GROWS_BYTES = 1 << 20  # growth per micro batch that is reported, since any growth runs out of memory at some step
 MOSTLY = 0.9  # share of the weights' bytes from which tensors count as a copy
 PADDED = 0.25  # share of columns without a token in every batch
 _OF_GRAPH = (ACTIVATIONS, LOGITS, TEMPORARIES)
@@ -66,7 +66,7 @@ class Script:
 
     @property
     def models(self) -> list[nn.Module]:
-        """The models that are trained."""
+        """The models of the engines with an optimizer, or the script's own if there is none."""
         return [cast("nn.Module", engine.module) for engine in self.engines] or self.phases.models
 
     def is_worth(self, size: int) -> bool:
@@ -104,7 +104,7 @@ def find_faults(log: FaultLog, target: ScriptTarget, phases: ScriptPhases, lengt
     for fault in FAULTS:
         try:
             found += [fault.named(*seen) for seen in fault.find(script)]
-        except Exception as error:  # an optimizer or model of a kind that no detector expects: the figures stand
+        except Exception as error:  # a detector may not support this model; the memory figures are still right
             log.meter.note(f"fault {fault.code}: the check failed ({type(error).__name__}: {error})")
     log.faults = tuple(sorted(found, key=lambda fault: -fault.bytes))
 
@@ -132,6 +132,7 @@ def _wide_logits(script: Script) -> Iterator[Found]:
 
 
 def _padding(script: Script) -> Iterator[Found]:
+    """Find padding in all batches: its cost is the smallest share of padded columns of the activations' peak."""
     share, live, most = min(script.log.padding, default=0.0), 0, 0
     for index, change in script.log.meter.ledger.events:
         storage = script.lives.storages[index]
@@ -142,7 +143,7 @@ def _padding(script: Script) -> Iterator[Found]:
 
 
 def _second_copy(script: Script) -> Iterator[Found]:
-    """Find copies of the weights: unused storages of the same sizes, from one line."""
+    """Find copies of the weights: storages of the same sizes from one line, which no model or optimizer owns."""
     meter, owned = script.log.meter, {id(storage) for storage in _owned(script)}
     parameters = [p for model in script.models for p in model.parameters()]
     elements = Counter(map(elements_of, parameters))
@@ -185,6 +186,7 @@ def _frozen_states(script: Script) -> Iterator[Found]:
     for engine in script.engines:
         grouped = _grouped(engine.optimizer)
         frozen = [p for p in grouped if id(p) not in script.log.updated]
+        # an expert may get no token in the simulated steps
         still = sum(elements_of(p) for p in frozen if "expert" not in script.log.names.get(id(p), ""))
         share = still / max(1, sum(map(elements_of, grouped)))
         live = sum(s.bytes for s in script.log.meter.live_storages() if _kind(s) in (MASTER, STATE))
@@ -240,7 +242,8 @@ def _kind(storage: Storage) -> str:
 
 def _kept_gradients(script: Script) -> Iterator[Found]:
     size = min(script.log.kept_gradients, default=0)
-    in_graph = any(note.startswith("CUDA graph") for note in script.log.meter.notes)  # whose gradients must stay
+    # a CUDA graph needs its gradients at fixed addresses
+    in_graph = any(note.startswith("CUDA graph") for note in script.log.meter.notes)
     if script.is_worth(size) and not in_graph:
         yield script.log.zeroed_at or script.log.batch_at, size, ""
 
@@ -272,7 +275,7 @@ def _experts(script: Script) -> Iterator[Found]:
 
 
 def _lost_gradients(script: Script) -> Iterator[Found]:
-    """Find trained weights without a gradient, if no input of a checkpoint requires one."""
+    """Find trained weights without a gradient, if no input of a checkpointed block requires one."""
     trained = {id(p): p for model in script.models for p in model.parameters() if p.requires_grad}
     lost = [p for key, p in trained.items() if key not in script.log.updated]
     if script.log.detached and lost:
@@ -284,7 +287,7 @@ def _unused_search(script: Script) -> Iterator[Found]:
     chosen = [trainer.args.ddp_find_unused_parameters for trainer in script.lengths.trainers.values()]
     for model, line in script.log.wrapped:
         least = min(script.log.updated[id(p)] for p in model.parameters() if p.requires_grad)
-        if least >= len(script.log.starts) and None not in chosen:  # the Trainer's own default
+        if least >= len(script.log.starts) and None not in chosen:  # None: the Trainer chose it itself
             yield line, 0, ""
 
 
@@ -302,7 +305,7 @@ def _pinned(script: Script) -> Iterator[Found]:
 
 
 def _repeated_draws(script: Script) -> Iterator[Found]:
-    """Find random values of sharded tensors in host memory."""
+    """Find sharded tensors in host memory that get the same random values in each call."""
     # torch resets the host's generator after each call
     if script.log.redrawn_at is not None:
         yield script.log.redrawn_at, 0, torch.__version__.partition("+")[0]
