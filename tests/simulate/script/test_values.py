@@ -6,6 +6,8 @@ import pytest
 
 from tests.simulate.script.scripts import facts, refused, simulated
 from tests.simulate.script.test_files import TRAINED
+from zerofit.app.simulation.scripts import simulate_script
+from zerofit.spec.cluster import Cluster
 
 LOOP = """\
 import math, torch
@@ -135,6 +137,29 @@ def test_a_script_that_would_try_a_smaller_batch_is_named(folder, caught, expect
     notes = [note.text for note in facts(result).facts.notes if "out-of-memory" in note.text]
     assert not result.fits and len(notes) == expected
     assert all(text.startswith("train.py:8 catches") for text in notes)
+
+
+FREED = """\
+import torch
+
+def step():
+    large = torch.empty(1 << 24, device="cuda")
+    return (large * 2).sum()
+
+for _ in range(5):
+    step()
+"""
+
+
+def test_a_script_that_does_not_fit_frees_memory_as_one_that_fits(folder):
+    (folder / "train.py").write_text(FREED + TRAINED)
+    results = [
+        simulate_script(["python", "train.py"], Cluster("h100-80gb", gpus=1, device_memory=memory))
+        for memory in ("1MiB", "80GiB")
+    ]
+    assert [result.fits for result in results] == [False, True]
+    assert results[0].peak_bytes == results[1].peak_bytes >= 2 * 4 * (1 << 24)
+    assert results[0].phases == results[1].phases
 
 
 IMAGES = """\

@@ -16,8 +16,9 @@ _CAUGHT = re.compile(r"OutOfMemory|out of memory|should_reduce_batch_size")  # t
 
 def recovers_at() -> str:
     """Return the "file:line" of a running `try` that handles out-of-memory errors; "" if none."""
-    main = sys._current_frames()[threading.main_thread().ident or 0]  # autograd may have called from its own thread
-    frame: FrameType | None = main
+    # Autograd may have called from its own thread. Only `frame` refers to frames: a second name would keep this
+    # function's own frame alive, and with it the tensors of its callers, until Python collects garbage.
+    frame: FrameType | None = sys._current_frames()[threading.main_thread().ident or 0]
     while frame is not None:
         file = frame.f_code.co_filename
         for lines in _guarded_lines(file):
