@@ -53,7 +53,7 @@ Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 def expected_bytes(job: Job) -> int:
-    """Estimate the bytes of a checkpoint of a job: trained weights, master weights and optimizer states."""
+    """Estimate the bytes of a job's checkpoint: weights, master weights, optimizer states."""
     trained, stage = job.facts.trained_parameters, job.layout.zero_stage
     optimizer = of_json(job.ds_config.get("optimizer", {}).get("type"))
     states = sum(optimizer.states.of_tensors([trained], gpu=True)) if optimizer else 8 * trained

@@ -266,7 +266,7 @@ class Timer:
         )
 
     def _share(self, layout: PlannedLayout, rank_pass: RankPass) -> float:
-        """Return one rank's share of the parameters. An expert is divided among shard_ranks / ep ranks."""
+        """Return one rank's share of the parameters; an expert has shard_ranks / ep ranks."""
         return (1 + (layout.ep - 1) * rank_pass.expert_share) / layout.shard_ranks
 
     def _spread_s(
@@ -435,7 +435,7 @@ def _left_of_step(task: StepTask, layout: PlannedLayout, rank_pass: RankPass, el
 
 
 def _calls(layout: PlannedLayout, rank_pass: RankPass) -> float:
-    """Return the number of collectives for all parameters, one for each bucket; may be a fraction."""
+    """Return the number of buckets that hold all parameters; it may be a fraction."""
     return max(1.0, rank_pass.trained_parameters / max(1, layout.bucket))
 
 

@@ -310,9 +310,9 @@ class ZeroTrainer(EngineTrainer):
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
-        """Return loss, targets and right answers, summed over every rank's batches: float64 (3 + classes^2,).
+        """Return loss, targets and right answers, summed over every rank's batches.
 
-        For labelled text and pixels the entries of `class_table` follow; otherwise `classes` is 0.
+        float64 (3 + classes^2,): for labelled text and pixels `class_table` follows; otherwise `classes` is 0.
         """
         self.engine.eval()
         sums = torch.zeros(3 + self._classes**2, dtype=torch.float64, device=self.device)
@@ -420,7 +420,7 @@ class ZeroTrainer(EngineTrainer):
         return torch.cat([sums, class_table(logits, labels, self._classes)]) if self._classes else sums
 
     def _logits(self, x: Tensor, extra: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return logits and the routers' loss. With `_head`, its result for the labels replaces the logits."""
+        """Return logits and the routers' loss; with `_head`, its result in place of the logits."""
         with self._head.with_labels(labels) if self._head else nullcontext():
             logits, aux = forward_logits(self.engine, x, **extra)
         return (output_part(logits, "logits") if self.job.facts.own else logits), aux

@@ -92,7 +92,7 @@ def fitted(
 
 
 def read_choice(folder: RunFolder) -> FittedLayout | None:
-    """Return the choice in this run folder; None if there is none, it is damaged or it sets other fields."""
+    """Return this run folder's choice; None if it is missing or damaged, or sets other fields."""
     try:
         stored = read_json(folder.plan).get("fit")
         choice = shaped(stored, TypeAdapter(FittedLayout)) if stored else None

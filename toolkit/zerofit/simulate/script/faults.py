@@ -132,7 +132,8 @@ def _wide_logits(script: Script) -> Iterator[Found]:
 
 
 def _padding(script: Script) -> Iterator[Found]:
-    """Find padding in all batches: its cost is the smallest share of padded columns of the activations' peak."""
+    """Find padding in all batches."""
+    # It costs the smallest share of padded columns of the activations' peak.
     share, live, most = min(script.log.padding, default=0.0), 0, 0
     for index, change in script.log.meter.ledger.events:
         storage = script.lives.storages[index]
@@ -143,7 +144,7 @@ def _padding(script: Script) -> Iterator[Found]:
 
 
 def _second_copy(script: Script) -> Iterator[Found]:
-    """Find copies of the weights: storages of the same sizes from one line, which no model or optimizer owns."""
+    """Find copies of the weights: storages of these sizes from one line, without an owner."""
     meter, owned = script.log.meter, {id(storage) for storage in _owned(script)}
     parameters = [p for model in script.models for p in model.parameters()]
     elements = Counter(map(elements_of, parameters))
