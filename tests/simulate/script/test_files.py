@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 import shutil
+import socket
 import tempfile
 from pathlib import Path
 
@@ -270,3 +271,11 @@ def test_errors_of_the_file_system_are_the_scripts(folder):
     Path("made").write_text("a file")
     problem = refused("import os\nos.makedirs('made')", gpus=1)
     assert problem.kind == "script" and "FileExistsError" in problem.message
+
+
+def test_a_port_that_another_program_uses_stops_no_simulation(folder):
+    """`accelerate launch` refuses such a port before it starts ranks; no rank starts here."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        words = f"accelerate launch --multi_gpu --num_processes 2 --main_process_port {port} train.py"
+        assert simulated(TRAINED, words, gpus=2).fits

@@ -228,10 +228,11 @@ def _of_accelerate(target: ScriptTarget) -> dict[str, str]:
         launch.launch_command(options)
     ((starter, args),) = starts
     args.main_process_port = args.main_process_port or 0
-    if starter == "deepspeed_launcher":
-        variables = prepare.prepare_deepspeed_cmd_env(args)[1]
-    elif starter == "multi_gpu_launcher":
-        variables = prepare.prepare_multi_gpu_env(args)
-    else:
-        variables = prepare.prepare_simple_launcher_cmd_env(args)[1]
+    with patch.object(prepare, "is_port_in_use", lambda port: False):  # a training on this machine may use the port
+        if starter == "deepspeed_launcher":
+            variables = prepare.prepare_deepspeed_cmd_env(args)[1]
+        elif starter == "multi_gpu_launcher":
+            variables = prepare.prepare_multi_gpu_env(args)
+        else:
+            variables = prepare.prepare_simple_launcher_cmd_env(args)[1]
     return {k: v for k, v in variables.items() if os.environ.get(k) != v and not k.startswith(_PLACED)}
