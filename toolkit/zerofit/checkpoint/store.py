@@ -22,7 +22,7 @@ from pydantic import Field, TypeAdapter
 
 from zerofit.checkpoint.direct_file import PIECE, DirectFile
 from zerofit.checkpoint.foreign import foreign_at, other_format
-from zerofit.features.optimizers import of_json
+from zerofit.features.optimizers import of_json, saved_bytes
 from zerofit.models.checksums import WORD
 from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
 from zerofit.spec.errors import Problem, UserError
@@ -54,13 +54,9 @@ Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 def expected_bytes(job: Job) -> int:
     """Estimate the bytes of a job's checkpoint: weights, master weights, optimizer states."""
-    trained, stage = job.facts.trained_parameters, job.layout.zero_stage
     optimizer = of_json(job.ds_config.get("optimizer", {}).get("type"))
-    states = sum(optimizer.states.of_tensors([trained], gpu=True)) if optimizer else 8 * trained
-    # Stage 3 saves the weights as their float32 partitions only. In fp32, only ZeRO has such a copy.
-    weights = 0 if stage == 3 else trained * ELEMENT_BYTES[job.precision]
-    masters = trained * 4 if stage or job.precision != "fp32" else 0
-    return weights + masters + states
+    element_bytes = ELEMENT_BYTES[job.precision]
+    return sum(saved_bytes(optimizer, job.facts.trained_parameters, job.layout.zero_stage, element_bytes))
 
 
 class ManifestError(ValueError):
@@ -264,7 +260,7 @@ class Store:
         on_damaged: Callable[[CheckpointEntry], None] = lambda _: None,
         progress: Callable[[str], None] | None = None,
     ) -> CheckpointEntry | None:
-        """Return the newest checkpoint without damage. Call `on_damaged` for newer ones."""
+        """Return the newest undamaged checkpoint. Call `on_damaged` for each newer one."""
         for entry in reversed(self.entries()):
             damage = entry.damage or verify(entry.path, progress)
             if not damage:
@@ -348,7 +344,7 @@ def sync_folders(folder: Path) -> None:
 
 
 def is_own(path: Path) -> bool:
-    """Return whether zerofit wrote a checkpoint, a run's folder, or its checkpoints folder."""
+    """Return whether a path is zerofit's checkpoint, run folder or checkpoints folder."""
     is_checkpoint = path.is_dir() and ((path / MANIFEST).is_file() or _own_step(path.absolute()) is not None)
     return is_checkpoint or any(Store(folder).entries() for folder in (path / CHECKPOINTS, path))
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
-from zerofit.features.optimizers import OPTIMIZERS
+from zerofit.features.optimizers import OPTIMIZERS, saved_bytes
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rate_catalog import SourcedRate
 from zerofit.spec.cluster import Cluster
@@ -104,11 +104,9 @@ def spare_nodes(expected: float, certainty: float) -> int:
 
 def checkpoint_bytes(parameters: int, layout: PlannedLayout) -> tuple[float, float]:
     """Return the bytes of a checkpoint, and the most bytes that one rank writes."""
-    # Stage 3 saves the weights as their float32 partitions only. In fp32, only ZeRO has such a copy.
-    weights = 0 if layout.zero_stage == 3 else parameters * layout.element_bytes
-    masters = parameters * layout.weight_bytes if layout.zero_stage or layout.precision != "fp32" else 0
-    moments = sum(OPTIMIZERS[layout.optimizer].states.of_tensors([parameters], gpu=True)) * layout.weight_bytes // 4
-    states = masters + moments
+    weights, states = saved_bytes(
+        OPTIMIZERS[layout.optimizer], parameters, layout.zero_stage, layout.element_bytes, layout.weight_bytes
+    )
     parts = layout.tp * layout.pp
     shards = layout.zero_ranks
     # below ZeRO stage 3, the first rank of each tensor or pipeline part writes that part's weights, at stage 0 also its

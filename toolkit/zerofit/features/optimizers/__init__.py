@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, get_args
 
-from zerofit.features.optimizer import OptimizerEntry, Refusal, TrainingSetting
+from zerofit.features.optimizer import FLOAT_BYTES, OptimizerEntry, Refusal, States, TrainingSetting
 from zerofit.features.optimizers.adafactor import ADAFACTOR
 from zerofit.features.optimizers.adamw import ADAMW
 from zerofit.features.optimizers.eight_bit import ADAMW8BIT, PAGED_ADAMW8BIT
@@ -32,6 +32,20 @@ def of_json(json_type: object) -> OptimizerEntry | None:
     """Return the optimizer with this DeepSpeed name, in any case; None if it is not supported."""
     kind = str(json_type).lower()
     return next((entry for entry in ENTRIES if kind == entry.json_type.lower() or kind in entry.same_states), None)
+
+
+def saved_bytes(
+    optimizer: OptimizerEntry | None, parameters: int, stage: int, element_bytes: int, state_bytes: int = FLOAT_BYTES
+) -> tuple[int, int]:
+    """Return a checkpoint's bytes of weights, and of master weights and optimizer states.
+
+    `element_bytes`: of a weight in the run's precision. `state_bytes`: of a master weight and of each moment.
+    """
+    # Stage 3 saves the weights as their float32 partitions only. In fp32, only ZeRO has such a copy.
+    weights = 0 if stage == 3 else parameters * element_bytes
+    masters = parameters * state_bytes if stage or element_bytes < FLOAT_BYTES else 0
+    moments = sum((optimizer.states if optimizer else States()).of_tensors([parameters], gpu=True))
+    return weights, masters + moments * state_bytes // FLOAT_BYTES
 
 
 def run_name(json_type: str) -> str:
