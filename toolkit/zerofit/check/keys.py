@@ -22,7 +22,7 @@ from zerofit.check.schema import filled_by
 from zerofit.check.subject import ZERO, CheckSubject, TargetHardware
 
 MAX_SECTIONS = 3  # that a hint names for a misplaced key
-MAX_UNKNOWN = 100  # unknown keys of a section that get a finding each; one more finding counts the others
+MOST_KEYS = 500  # of a section whose unknown keys are compared with the known ones
 
 # findings about a value that DeepSpeed does not allow
 WRONG_VALUE = ("wrong-type", "number-as-string", "out-of-range", "not-allowed")
@@ -57,13 +57,8 @@ def keys(config: Mapping[str, object], catalog: Catalog, setting: TargetHardware
 def _walk(config: Mapping[str, object], schema: Schema, prefix: str, c: CheckSubject) -> Iterator[Finding]:
     catalog = c.catalog
     known = schema.get("properties", {})
-    unknown = [key for key in config if key not in known and f"{prefix}{key}" not in catalog.removed]
-    # A file with so many unknown keys is probably not a configuration: one finding covers the rest of them.
-    rest = frozenset(unknown[MAX_UNKNOWN:])
     for key, value in config.items():
         path = f"{prefix}{key}"
-        if key in rest:
-            continue
         if path in catalog.removed:
             yield _removed(path, value)
         elif key not in known:
@@ -73,15 +68,6 @@ def _walk(config: Mapping[str, object], schema: Schema, prefix: str, c: CheckSub
             if path in catalog.deprecated:
                 yield _deprecated(path, value, config, catalog)
             yield from _value(path, value, known[key], c)
-    if rest and not schema.get("additionalProperties", True):
-        section = prefix.removesuffix(".")
-        yield Finding(
-            code="unknown-key",
-            path=f"{prefix}{unknown[MAX_UNKNOWN]}",
-            message=f"{len(rest):,} more unknown keys {_in(section)}, this one included",
-            why=_why_unknown(section, catalog),
-            fix="remove them: a configuration has a few dozen keys",
-        )
 
 
 def _in(section: str) -> str:
@@ -123,8 +109,9 @@ def _unknown(
         yield _read_by_programs(path, elsewhere)
         return
     better = None
-    # A key with "_" in front is meant to be off, and the name of another section's key is no typo.
-    if not (key.startswith("_") or key in c.catalog.places):
+    # A key with "_" in front is meant to be off, and the name of another section's key is no typo. A section with
+    # hundreds of keys is no configuration but, for example, a vocabulary: guesses would take a minute.
+    if not (key.startswith("_") or key in c.catalog.places or len(siblings) > MOST_KEYS):
         better = near(key, [k for k in known if f"{parent}.{k}".lstrip(".") not in c.catalog.deprecated], names("keys"))
     if better and not _may_be_meant(siblings[key], known[better]):
         better = None
