@@ -699,3 +699,30 @@ def test_experts_that_deepspeed_does_not_list(tmp_path):
     (folder / "layer_0_expert_3_mp_rank_00_model_states.pt").unlink()
     with pytest.raises(UserError, match="do not have the experts of the optimizer's files"):
         FullState(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("layers", [False, True])  # a pipeline's weights, one file for each layer
+def test_flat_groups_of_fp16_without_zero(tmp_path, split, layers):
+    """With FusedAdam, DeepSpeed saves each group as one flat tensor (runtime/fp16/fused_optimizer.py)."""
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3), torch.nn.Linear(3, 2)).half()
+    named = dict(model.named_parameters())
+    groups = [[n for n, p in named.items() if p.dim() > 1], [n for n, p in named.items() if p.dim() == 1]]
+    groups = groups if split else [list(named)]
+    optimizer = FP16_Optimizer(torch.optim.AdamW([{"params": [named[n] for n in group]} for group in groups]))
+    for flat in optimizer.fp32_groups_flat:
+        flat.grad = torch.randn_like(flat)
+    optimizer.optimizer.step()
+    state = {"module": None if layers else model.state_dict(), "optimizer": optimizer.state_dict(), "buffer_names": []}
+    (tmp_path / "global_step1").mkdir()
+    torch.save(state | {"global_steps": 1}, tmp_path / "global_step1/mp_rank_00_model_states.pt")
+    for number, layer in enumerate(model) if layers else ():
+        torch.save(layer.state_dict(), tmp_path / f"global_step1/layer_{number:02}-model_states.pt")
+    read = FullState(tmp_path)
+    assert not read.notes and [group.names for group in read.groups] == groups
+    for group, flat in zip(groups, optimizer.fp32_groups_flat, strict=True):
+        for kind, values in {"fp32": flat, **optimizer.optimizer.state[flat]}.items():
+            if kind != "step":
+                assert torch.equal(torch.cat([read.read(name, kind).view(-1) for name in group]), values.detach())

@@ -88,10 +88,12 @@ def run_of(
         message = "args.fsdp is set, but zerofit simulates only DeepSpeed here"
         problems.add("trainer", message, "set args.deepspeed instead", "args.fsdp")
     written = _deepspeed_json(args, report)
+    # Without max_steps the Trainer computes the steps from the data set, which is not an argument.
     steps = args.max_steps if args.max_steps > 0 else ASSUMED_STEPS  # only for the schedule
     if get(written, "expert_parallel.enabled") is True:
         message = "expert_parallel in args.deepspeed: AutoEP would replace the Trainer's layers"
         problems.add("trainer", message, "use `zerofit simulate MODEL --expert-parallel N`", "args.deepspeed")
+    # The JSON's own "auto" is filled in by transformers below. Only degrees that are numbers become fields of the run.
     degrees = {
         "tensor_parallel": written.get("tensor_parallel", {}).get("autotp_size"),
         "sequence_parallel": written.get("sequence_parallel_size"),
@@ -169,6 +171,7 @@ def _named_model(model: str | PretrainedConfig | PreTrainedModel) -> tuple[str, 
     config = model
     if isinstance(model, PreTrainedModel):
         config = model.config
+        # Without this name, a config does not determine the model's class: it may be a head or a bare encoder.
         config.architectures = config.architectures or [type(model).__name__]
     assert isinstance(config, PretrainedConfig)
     text = config.to_json_string(use_diff=False)
@@ -212,6 +215,8 @@ def _with_autos_filled(
 
     Raises UserError if the JSON and the arguments disagree.
     """
+    # HfDeepSpeedConfig.__init__ registers the new object for the whole process (set_hf_deepspeed_config).
+    # `from_pretrained` would then build the model with the cluster's JSON, so the user's config is restored in the end.
     own_config = getattr(args, "hf_deepspeed_config", None)
     try:
         # makes itself the process's global config, which from_pretrained uses
@@ -321,6 +326,8 @@ class NanReport(TrainerCallback):
         assert model is not None  # the Trainer passes it to every callback
         self._count, self._losses = 0, []
         self._hook = model.register_forward_hook(self._forward, with_kwargs=True)
+        # Loader processes and accelerate fetch batches ahead of the forward, so the order of drawing identifies a
+        # batch.
         loader = getattr(train_dataloader, "base_dataloader", train_dataloader)  # accelerate wraps torch's loader
         sampler = getattr(loader, "batch_sampler", None)
         if sampler is not None and state.global_step == 0:  # a resumed run gets another loader
@@ -341,6 +348,7 @@ class NanReport(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Check the losses of the forward passes since the last call."""
+        # The Trainer calls this after an optimizer step, and as on_substep_end after each other micro batch.
         losses, self._losses = self._losses, []
         for number, loss, batch in losses:
             value = float(loss.float().sum())
@@ -433,6 +441,7 @@ class HangWatch(TrainerCallback):
     def _watch(self, args: TrainingArguments) -> None:
         reported = False
         while not self._ended.is_set():
+            # The wait returns false only after the full time without progress: then no step has ended.
             if self._progress.wait(self.seconds):
                 self._progress.clear()
                 reported = False

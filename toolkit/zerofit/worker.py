@@ -87,8 +87,10 @@ def _limit_memory(folder: RunFolder, rank: int) -> None:
     if os.environ.get("DS_ACCELERATOR") != "cpu":
         return
     ranks, forecast = int(os.environ["LOCAL_SIZE"]), read_forecast(folder.path)
+    # Without a forecast, all ranks get equal shares. With one, pipeline stages may need different amounts.
     share = 1 / ranks
     if forecast is not None:
+        # The ranks of a host have consecutive numbers.
         first = rank - int(os.environ["LOCAL_RANK"])
         needs = needed_by(range(first, first + ranks), int(os.environ["WORLD_SIZE"]), forecast)
         share = needs[rank - first] / sum(needs)
@@ -159,6 +161,7 @@ def _report_failure(folder: RunFolder, rank: int, error: BaseException, heartbea
     texts = [{key: _sendable(text) for key, text in problem.as_dict().items()} for problem in problems]
     failure = {"rank": rank, **host, "time_s": time.time(), "problems": texts}
     with suppress(OSError):
+        # The guard gets the failure first: it stops the other ranks, which wait for this rank in a collective.
         heartbeat.send({"failure": failure})  # the disk may be full
     with suppress(OSError):
         write_json(folder.rank_error(rank), failure)
@@ -197,6 +200,8 @@ def _is_peer_lost(error: BaseException) -> bool:
     """Return whether torch.distributed lost a rank (not a lost connection to W&B or a hub)."""
     if any(kind.__module__ == "torch.distributed" for kind in type(error).__mro__):
         return True
+    # gloo and NCCL raise a plain RuntimeError. The text alone is ambiguous, since libraries for trackers also lose
+    # connections.
     text, frames = str(error), traceback.walk_tb(error.__traceback__)
     from_torch = any(f"{os.sep}torch{os.sep}distributed{os.sep}" in frame.f_code.co_filename for frame, _ in frames)
     from_torch = from_torch or any(name in text for name in BACKENDS)

@@ -85,6 +85,7 @@ def read_adapters(folder: Path, trust_model_code: bool = False) -> TrainedPart:
     if unmerged := next((key for key in UNMERGED if getattr(config, key, None)), None):
         raise _unreadable(folder, f"has adapters with {unmerged}, which zerofit does not merge", MERGE)
     config.inference_mode = False  # otherwise peft would freeze the adapters
+    # A copy would double these weights and rename them. Here the modules are trained in place instead.
     trained, config.modules_to_save = config.modules_to_save or [], None  # peft would copy these modules
     info = read_model_info(folder)
     source, args = _base_model(folder, config, info)

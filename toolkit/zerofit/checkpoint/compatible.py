@@ -94,6 +94,7 @@ def obstacles(old: Job, new: Job) -> list[Problem]:
     Ranks, ZeRO stage, CPU offload, tensor, pipeline and sequence parallel degrees, precision and batch sizes may
     change; docs/another-layout.md has the table.
     """
+    # In the same layout DeepSpeed loads its own files. Then the only obstacle is state that it does not save.
     same = same_storage(old, new)
     problems = []
     for who, job in (("the checkpoint's DeepSpeed JSON", old), ("this run's DeepSpeed JSON", new)):

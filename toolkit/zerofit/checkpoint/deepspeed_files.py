@@ -133,6 +133,8 @@ class DeepSpeedFiles:
             layer, expert, rank = (int(number) for number in cast("re.Match[str]", EXPERT.fullmatch(name)).groups())
             if rank == mp:
                 layers[layer][expert] = name
+        # Each expert parallel rank has consecutive experts of each layer. The first rank's files have the numbers from
+        # 0 on.
         own = [layers[layer][n] for layer in sorted(layers) for n in range(len(layers[layer]) // ranks)]
         return [name for file in own for name in self.load(file)]
 
@@ -140,11 +142,14 @@ class DeepSpeedFiles:
         """Return the data parallel ranks that wrote optimizer files, also files that are lost."""
         ranks = sorted(dp for rank, dp in self.optimizers if rank == mp)
         first = self.load(self.optimizers[mp, ranks[0]])["optimizer_state_dict"]
+        # Stage 3 saves one number, stages 1 and 2 save a list. A group of experts has fewer partitions than the other
+        # groups.
         counts = first.get("partition_count") or self.model(mp)[1].get("dp_world_size") or len(ranks)
         return [*range(max(*ranks, int(max(counts) if isinstance(counts, list | tuple) else counts) - 1) + 1)]
 
     def lost(self, mp: int) -> dict[int, str]:
         """Return the names of the optimizer's files that are missing, by rank."""
+        # The prefix of the names depends on the precision (bf16_, fp16_), so a present file's name is the pattern.
         rank, name = next((dp, name) for (other, dp), name in self.optimizers.items() if other == mp)
         missing = [dp for dp in self.optimizer_ranks(mp) if (mp, dp) not in self.optimizers]
         return {dp: name.replace(f"pp_rank_{rank}_", f"pp_rank_{dp}_") for dp in missing}

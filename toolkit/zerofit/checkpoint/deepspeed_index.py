@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +21,7 @@ from zerofit.checkpoint.index import (
     SavedBuffer,
     scaler_numbers,
 )
-from zerofit.checkpoint.optimizer_names import state_names, weight_states
+from zerofit.checkpoint.optimizer_names import flat_names, state_names, weight_states
 from zerofit.checkpoint.store import STATE
 from zerofit.checkpoint.tensor_shares import whole_shards
 
@@ -32,6 +33,8 @@ def deepspeed_index(found: Foreign) -> RankIndex:
     """
     files = DeepSpeedFiles.of(found)
     parts = Parts(tensor_ranks=files.tensor_ranks)
+    # Tensors are added in the order of their precision, because the first source of a parameter counts. The optimizer's
+    # files have master weights in float32. The model's files add what the optimizer's files lack.
     for mp in files.model_ranks:
         if found.stage_three:
             add_stage_three(files, mp, parts)
@@ -44,6 +47,7 @@ def deepspeed_index(found: Foreign) -> RankIndex:
         if not found.stage_three:
             _add_stateless(files, tp, weights, parts)
     _, state = files.model(files.model_ranks[0])
+    # The module's state dict has the model's order. The optimizer's groups may have another order.
     listed = dict.fromkeys(state.get("module") or ()) | dict.fromkeys(parts.shards)
     engine = EngineIndex(
         names=[name for name in listed if name in parts.shards],
@@ -68,7 +72,9 @@ def _saved_weights(files: DeepSpeedFiles, tp: int) -> SavedWeights:
     weights: SavedWeights = {}
     for (number, rank), name in sorted(files.layers.items()):
         if rank == tp:
+            # A PipelineModule names its layers by their number, and each file has the names within one layer.
             weights |= {f"{number}.{key}": (name, [key], value) for key, value in files.load(name).items()}
+    # Tensor parallel ranks are neighbors, so the ranks of one tensor rank in all stages are `tensor_ranks` apart.
     for mp in files.model_ranks[tp :: files.tensor_ranks]:
         name, state = files.model(mp)
         weights |= {key: (name, ["module", key], value) for key, value in (state.get("module") or {}).items()}
@@ -110,12 +116,18 @@ def _add_unpartitioned(files: DeepSpeedFiles, tp: int, weights: SavedWeights, pa
         saved = files.load(file).get("optimizer")
         if not saved:
             continue
-        base = saved.get("optimizer_state_dict", saved)
+        # DeepSpeed's optimizers for 16 bits wrap torch's state dict, next to the master weights.
+        base, flats = saved.get("optimizer_state_dict", saved), saved.get("fp32_groups_flat")
         local = _experts_of(shapes, files, key)
         if files.layers:  # a stage of a pipeline has the next layers
+            # The weights were collected in the order of the layers, so the stages' parameters follow one another.
+            rest = list(shapes.items())[done:]
             count = sum(len(group["params"]) for group in base["param_groups"])
-            local, done = dict(list(shapes.items())[done : done + count]), done + count
-        groups = state_names(base, local, saved.get("fp32_groups"))
+            if flats:
+                ends = [*accumulate(math.prod(shape) for _, shape in rest)]
+                count = ends.index(sum(flat.numel() for flat in flats)) + 1
+            local, done = dict(rest[:count]), done + count
+        groups = flat_names(flats, local) if flats else state_names(base, local, saved.get("fp32_groups"))
         if groups is None:
             parts.notes.append(f"the optimizer's states in {file} cannot be matched with the parameters' names")
             continue
@@ -150,7 +162,6 @@ def _unpartitioned_places(
             where[MASTER] = files.at(file, ["optimizer", "fp32_groups", group, number])
         elif is_flat:
             where[MASTER] = files.at(file, ["optimizer", "fp32_groups_flat", group], offset)
-            index = base["param_groups"][group]["params"][0]
         for kind in weight_states(base["state"].get(index, {}), value.numel()):
             where[kind] = files.at(file, [*inner, "state", index, kind], offset if is_flat else 0)
         yield name, where

@@ -55,6 +55,7 @@ def _lost_partition(files: DeepSpeedFiles, mp: int) -> dict[str, Any]:
     for group, flat in enumerate(saved["single_partition_of_fp32_groups"]):
         places = _flat_locations(files, known, saved, group, 0)
         padding = saved["group_paddings"][group] if saved.get("group_paddings") else 0
+        # All partitions have the same size in memory, but files lack the padding at the end of the last one.
         sizes.append(flat.numel() + int(padding))
         kinds = [kind for kind in places if kind != MASTER]
     flats = [torch.empty(size, device="meta") for size in sizes]
@@ -179,6 +180,7 @@ def add_stage_three(files: DeepSpeedFiles, mp: int, parts: Parts) -> None:
         group, offset, lengths = 0, 0, [flat.numel() for flat in saved["fp32_flat_groups"]]
         for name, shape in shapes.items():
             total = math.prod(shape)
+            # The shares of the last ranks may be shorter or empty, but their places in the sub-group have full size.
             share = -(-total // len(ranks))
             # a sub-group has full shares; after its last share the next sub-group begins
             while offset + share > lengths[group]:

@@ -200,6 +200,7 @@ def _partition(writer: _TargetWriter, rank: int, release: str) -> dict[str, obje
         size = -(-total // (ALIGNMENT * ranks)) * ALIGNMENT
         first = rank * size
         real = min(max(total - first, 0), size)
+        # DeepSpeed saves master weights without padding (_get_groups_without_padding), but optimizer states with it.
         masters.append(writer.flat(group.names, MASTER, first, real))
         paddings.append(size - real)
         states[number] = {"step": writer.step()}
@@ -257,6 +258,7 @@ def _write_stage_three(writer: _TargetWriter, common: dict[str, object], folder:
     """Write each rank's files of stage 3 (runtime/zero/stage3.py, _rigid_state_dict)."""
     state, target = writer.state, writer.target
     subs = [(n, names) for n, group in enumerate(writer.groups) for names in _sub_groups(writer, group.names)]
+    # ZeRO-3 releases the module's weights, so its state dict has the names with empty tensors.
     module = {name: torch.empty(0, dtype=target.dtype) for name in (*state.names, *state.ties)}
     trained = {name for _, names in subs for name in names}
     frozen = {name: torch.Size(state.shape(name)) for name in state.names if name not in trained}
@@ -303,6 +305,7 @@ def _sub_groups(writer: _TargetWriter, names: list[str]) -> list[list[str]]:
     subs: list[list[str]] = [[]]
     size = 0
     for name in names:
+        # DeepSpeed adds the parameter first and then compares, so a sub-group may exceed the limit by one parameter.
         if size >= SUB_GROUP:
             subs.append([])
             size = 0
@@ -338,6 +341,7 @@ def write_distributed(state: FullState, folder: Path, wrote: Callable[[int], Non
     groups = groups_of(state)
     writer = _TargetWriter(state=state, groups=groups, target=target, scratch=folder / ".scratch", wrote=wrote)
     optimizer = _unpartitioned(writer)
+    # `get_state_dict` names states by parameter. The optimizer of stage 0 numbers them in the order of the groups.
     names = [name for group in groups for name in group.names]
     named = [group.settings | {"params": group.names} for group in groups]
     states = {name: optimizer["state"][number] for number, name in enumerate(names)}

@@ -71,6 +71,8 @@ class DirectFile:
         buffer = memoryview(BUFFERS.read)[: -(-end // BLOCK) * BLOCK]
         done = self._read_cached(buffer, place - skip)
         while done < end:
+            # A direct read may end within a block. The next one repeats this block, since its place must be a multiple
+            # of BLOCK.
             first = done - done % BLOCK
             rest, start = [buffer[first:]], place - skip + first
             got = first + self._directly(lambda file, rest=rest, start=start: os.preadv(file, rest, start))

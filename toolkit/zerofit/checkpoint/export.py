@@ -168,6 +168,7 @@ def export_foreign(
     parameters = dict(model.named_parameters())
     if folder:
         state.match(parameters)
+    # Programs save a tied weight under one of its names or under all. Only names that the file lacks become ties.
     firsts = {id(p): name for name, p in parameters.items()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if firsts[id(parameter)] != name and name not in state.names:

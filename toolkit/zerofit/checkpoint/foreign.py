@@ -105,6 +105,7 @@ def _in_folder(path: Path) -> Iterator[Foreign]:
     accelerate = any(path.glob("random_states_*.pkl"))
     by = "Trainer (%s)" if trainer else "Accelerate (%s)" if accelerate else "%s"
     folders = [path, *_children(path)]
+    # The order of the formats matters: next to DeepSpeed's files, the Trainer also writes weights in 16 bits.
     tags = [folder for folder in folders if _has_states(folder) and not _is_universal(folder)]
     for tag in tags:
         lightning = path.suffix == ".ckpt" or tag.name == "checkpoint"

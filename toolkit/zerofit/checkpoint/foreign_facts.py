@@ -309,6 +309,7 @@ def _rank_damage(found: Foreign) -> list[Damage]:
             "learning rate": repr([group.get("lr") for group in groups]) if own else None,
         }
     # a file with another value than most files is from another step or run
+    # Model and optimizer files have different facts, so each kind is compared on its own.
     for kinds in (list(files.models.values()), list(files.optimizers.values())):
         for fact in ("step", "release", "DeepSpeed JSON", "param_shapes", "learning rate"):
             values = Counter(facts[name][fact] for name in kinds)
@@ -398,6 +399,7 @@ def _mixed_weights(found: Foreign, state: FullState) -> list[Damage]:
             if not isinstance(saved, Tensor) or saved.numel() == 0:
                 continue
             shares = state.shares(name)
+            # A weight that all tensor parallel ranks have in full has only one share.
             share = shares[mp % files.tensor_ranks % len(shares)]
             for shard in share:
                 file = shard.where[MASTER].file

@@ -134,6 +134,7 @@ class FullState:
             return
         saved = {*self.names, *self._buffers, *self.ties}
         ends = {name.removesuffix(wanted[0]) for name in saved if name.endswith(wanted[0])}
+        # Several names may end like the first wanted one. Only a prefix that fits all wanted names is the wrapper's.
         prefix = next((p for p in sorted(ends, key=len) if all(p + name in saved for name in wanted)), "")
         self.names = [name.removeprefix(prefix) for name in self.names]
         self.ties = {name.removeprefix(prefix): source.removeprefix(prefix) for name, source in self.ties.items()}
@@ -207,6 +208,7 @@ class FullState:
         row, done = math.prod(shape[dim:]), start
         while done < end:
             # full rows are copied together; a row that is cut or large is copied range by range
+            # The limit of PIECE // 4 elements is PIECE bytes in float32.
             rows = 0 if done % row else min(end - done, PIECE // 4) // row
             stop = done + rows * row if rows else min(end, done - done % row + row)
             for cut, share in shares.items():

@@ -56,6 +56,7 @@ class TensorSlice:
 
     def put(self, full: Tensor, share: Tensor) -> None:
         """Copy a share into its place in the full tensor, which must be contiguous."""
+        # `view` fails instead of copying, so a full tensor that is not contiguous cannot silently stay unchanged.
         rows = full.view(*full.shape[: self.dim], -1, *full.shape[self.dim + self.joined + 1 :])
         parts = share.split([length for _, length in self.ranges], self.dim)
         for (start, length), part in zip(self.ranges, parts, strict=True):

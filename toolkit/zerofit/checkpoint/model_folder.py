@@ -297,6 +297,7 @@ def _spans(place: int, entry: TensorEntry) -> list[tuple[int, int]]:
     Returns (start, end) in elements. `place`: the tensor's offset in bytes.
     """
     size, total = entry.dtype.itemsize, math.prod(entry.shape)
+    # Pieces that begin at multiples of PIECE in the file consist of full blocks, which direct writes need.
     first = (PIECE - place % PIECE) // size
     cuts = [0, *range(first, total, PIECE // size), total]
     return [(start, end) for start, end in pairwise(cuts) if start < end]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -35,6 +36,9 @@ def state_names(
 
     Returns None if no known order matches the shapes. `masters` are the weights of each group, if the file has them.
     """
+    # torch numbers parameters in the order of the groups, and its file has no names. For each usual way of grouping,
+    # this function lists the names and compares numbers and shapes with the file. The first way that fits is the
+    # answer. Parameters of equal shape cannot be told apart by this test.
     groups = [list(group["params"]) for group in base["param_groups"]]
     named = [group.get("param_names") for group in base["param_groups"]]  # newer releases of torch
     if all(
@@ -52,17 +56,30 @@ def state_names(
             known[-1].append(tuple(state[kinds[0]].shape) if kinds else None)
     if masters:
         known = [[tuple(master.shape) for master in group] for group in masters]
-    elif any(len(group) == 1 for group in groups) and sum(map(len, groups)) < len(shapes):
-        known = [[None] * len(group) for group in groups]
+    candidates = (names for names in _orders(shapes) if _fits(names, groups, known, shapes))
+    if names := next(candidates, None):
+        return [list(zip(group, own, strict=True)) for group, own in zip(groups, names, strict=True)]
+    return None
+
+
+def flat_names(flats: Sequence[Tensor], shapes: Shapes) -> list[list[tuple[int, str]]] | None:
+    """Return `state_names` for groups that are one flat tensor each, as in DeepSpeed's FP16_Optimizer."""
+    lengths = [flat.numel() for flat in flats]
+    for groups in _orders(shapes):
+        if [sum(math.prod(shapes[name]) for name in names) for names in groups] == lengths:
+            return [[(number, name) for name in names] for number, names in enumerate(groups)]
+    return None
+
+
+def _orders(shapes: Shapes) -> Iterator[list[list[str]]]:
+    """Yield the usual ways to split parameters into groups."""
     # adapters' states may be those of all parameters, or of adapters alone
     for trained in (shapes, {name: shape for name, shape in shapes.items() if "lora_" in name}):
         for rule in RULES:
             ordered = [[n for n, s in trained.items() if rule(n, s)], [n for n, s in trained.items() if not rule(n, s)]]
             split = [names for names in ordered if names]
-            for candidate in (split, split[::-1]):
-                if _fits(candidate, groups, known, shapes):
-                    return [list(zip(g, names, strict=True)) for g, names in zip(groups, candidate, strict=True)]
-    return None
+            yield split
+            yield split[::-1]
 
 
 def _fits(

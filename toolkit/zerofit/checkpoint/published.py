@@ -80,6 +80,8 @@ class PublishedFiles:
                     for piece in where[output].pieces(output, content):
                         running.append(pool.submit(piece))
                         wait(2 * THREADS)
+                    # Pieces of a tensor in memory keep it alive until they are written. Lazy tensors have no memory of
+                    # their own.
                     if isinstance(content, Tensor):  # free its memory before the next tensor is read
                         wait(0)
             wait(0)

@@ -155,6 +155,7 @@ def _unreserved_maps() -> Iterator[None]:
 
 
 def _map(path: str, shared: bool, size: int) -> torch.UntypedStorage:
+    # MAP_PRIVATE without a reservation: torch needs a writable map, but nobody writes to it.
     with open(path, "rb") as file:
         content = map_memory(file.fileno(), size, flags=MAP_PRIVATE | NORESERVE)
     mapped = torch.frombuffer(content, dtype=torch.uint8)
@@ -169,6 +170,7 @@ def copy_numbers(out: torch.Tensor, stored: torch.Tensor) -> None:
 
     Arrays of `FEW` or more elements are read from the file instead of the map. This takes a tenth of the CPU time.
     """
+    # The tensor's address shows its file and its place in this file: `_map` has recorded where each map begins.
     address, count, size = stored.data_ptr(), len(stored), stored.dtype.itemsize
     place = next(((p, address - a) for a, (p, total) in list(_MAPPED.items()) if a <= address < a + total), None)
     if place is None or count < FEW or not stored.is_contiguous():

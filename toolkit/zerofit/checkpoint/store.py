@@ -167,6 +167,7 @@ def files_of(checkpoint: Path) -> list[str]:
 
 def checksum_of(content: dict[str, object]) -> str:
     """Return the checksum for a manifest with this content."""
+    # The file is read and written again, so the text must not depend on the order of keys or on white space.
     plain = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_128_hexdigest(plain.encode())
 
@@ -354,6 +355,7 @@ def store_of(path: Path, where: str = "PATH") -> Store | None:
 
     Returns None for a single checkpoint. Raises UserError "no-checkpoint" for other paths.
     """
+    # A folder with a step's name counts as a checkpoint even without a manifest: it is then reported as damaged.
     if path.is_dir() and ((path / MANIFEST).is_file() or step_of(path.absolute()) is not None):
         return None
     for folder in (path / CHECKPOINTS, path):

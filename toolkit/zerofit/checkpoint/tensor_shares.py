@@ -40,6 +40,7 @@ def whole_shards(found: Foreign, parts: Parts, rules: dict[str, Any] | None) -> 
     """Return shards as parts of full tensors. Raises UserError "no-whole-view" without rules."""
     if parts.tensor_ranks == 1:
         return [shard for ranks in parts.shards.values() for shard in ranks[0]]
+    # Megatron's files have no rules, but its names are always the same. Every parameter must match one of its patterns.
     unknown = []
     if not rules and any(MARK.fullmatch(name) for name in parts.shards):
         unknown = [name for name in parts.shards if not any(_Rules.matches(each, name) for each in MEGATRON.values())]
@@ -121,6 +122,8 @@ def _joined(found: Foreign, rules: _Rules, name: str, ranks: dict[int, list[Shar
     lengths = [shape[dim] for shape in shapes]
     widths = rules.widths(name, lengths) or [lengths]
     full = (*shapes[0][:dim], sum(map(sum, widths)), *shapes[0][dim + 1 :])
+    # A fused weight stacks several matrices (query, key and value), and each rank has a range of each of them. In the
+    # full tensor, a matrix begins after all ranks' rows of the matrices before it.
     starts = [0, *accumulate(sum(each) for each in widths)]
     shards = []
     for number, (_, own) in enumerate(sorted(ranks.items())):

@@ -144,6 +144,7 @@ def _named_index(found: Foreign, tensors: _Tensors, scalars: dict[str, Location]
         for _, chunk, where in tensors[key]:
             places = {MASTER: where}
             for kind, moment in moments.items():
+                # FSDP2 splits a weight and its states in the same way, so their chunks have the same offsets.
                 same = [w for _, c, w in tensors[moment] if tuple(c.offsets) == tuple(chunk.offsets)]
                 if same:
                     places[kind] = same[0]
@@ -168,6 +169,8 @@ def _grad_scaler(folder: Path) -> dict[str, float] | None:
     saved = safe_load.load(folder / SCALER) if (folder / SCALER).is_file() else None
     if not saved:  # {}: of a scaler that is switched off
         return None
+    # DeepSpeed doubles the scale after `scale_window` steps since the last overflow, GradScaler by its growth tracker.
+    # With the overflow at -1, the counted steps are equal.
     numbers = {"cur_scale": saved["scale"], "cur_iter": saved["_growth_tracker"], "last_overflow_iter": -1}
     return numbers | {"scale_factor": saved["growth_factor"], "scale_window": saved["growth_interval"]}
 
@@ -301,6 +304,7 @@ def state_dict_index(found: Foreign, run: Run | None = None) -> RankIndex:
         saved.states = _states_in({"optimizer": safe_load.load(optimizer)}, optimizer.name)
         saved.states["keys"] = saved.states.get("keys", [""])[1:]  # the file is the optimizer's state dict
     shapes = {name: saved.shapes[name] for name in _model_order(found.config_folder, run) if name in saved.shapes}
+    # The optimizer's numbers follow the model's order. safetensors sorts tensors, but torch's files keep their order.
     if len(shapes) < len(saved.shapes) and found.format == "torch":  # in the model's order, which safetensors lack
         shapes = saved.shapes
     groups = _groups(saved.states, shapes, notes)

@@ -182,6 +182,7 @@ def _counters(source: Path) -> dict[str, object]:
 
 def _optimizer_globals(source: Path) -> dict[str, Any] | None:
     """Return the optimizer's state that is not per parameter: globals, groups, step count."""
+    # Stage 0 has no optimizer files: its states are in the model states.
     files = sorted(source.glob("*_optim_states.pt")) or sorted(source.glob("mp_rank_*_model_states.pt"))
     saved = safe_load.load(files[0])
     own = _own_state(saved)

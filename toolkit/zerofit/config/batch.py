@@ -30,6 +30,7 @@ def solve(given: Mapping[str, Any], dp: int, least: int, where: str, problems: P
         share = total // dp  # samples per data parallel rank and step
         fit = [m for m in range(1, DEFAULT_MICRO + 1) if share and share % m == 0 and share // m >= least]
         micro = max(fit, default=1)
+    # A floor division may leave a rest. The comparison with `total` below then reports the mismatch.
     if steps is None:
         steps = max(1, total // (dp * micro))
     batch = Batch(micro=micro, accumulation=steps, dp=dp)
@@ -47,6 +48,7 @@ def _hint(batch: Batch, total: int) -> str:
         near = f"{below} or {below + dp}" if below else str(dp)
         return f"--global-batch must be a multiple of the data parallel degree {dp}; use {near}"
     if total % each:
+        # Both candidates are multiples of the samples in one forward. If the nearest one is below, they are equal.
         totals = " or ".join(str(each * n) for n in sorted({max(1, round(total / each)), max(1, total // each)}))
         share = total // dp
         micros = [m for m in range(1, min(share, MOST_NAMED) + 1) if share % m == 0][:8]

@@ -92,6 +92,7 @@ def decide(
 
     Adds to `problems`. If the JSON itself has errors, the result must not be used.
     """
+    # A JSON with errors counts as empty. The run's own options are still checked, so one call reports all problems.
     warnings = _check_json(document, request.run, machine, ds_place, problems)
     config = {} if warnings is None else documented_config(document.config)
     merged = _merge(request, config, ds_place, problems)
@@ -103,6 +104,7 @@ def decide(
     else:
         least = pipeline_parts(layout.pp, request.run.pipeline_schedule)
         batch = solve(merged, layout.dp, least, size_places, problems)
+    # The default comes after the merge: only two values that somebody wrote can contradict each other.
     merged.setdefault("precision", default_precision(machine.precisions, machine.accelerator))
     run = _filled(request.run, merged, config, layout, batch, kind)
     if warnings is not None:
@@ -112,6 +114,8 @@ def decide(
         check_schedule(run, layout, config, problems)
         check_part(run, layout, config, problems)
         check_averages(run, layout, config, problems)
+    # With this block DeepSpeed sets the learning rate in each step. The run's options for the schedule would have no
+    # effect.
     if "scheduler" in config:
         for field in {"schedule", "warmup_steps", "min_lr"} & set(request.places):
             if getattr(request.run, field) == type(request.run).model_fields[field].default:
@@ -121,6 +125,7 @@ def decide(
             )
             hint = f"remove the scheduler block, or {request.place(field)}"
             problems.add("conflict", message, hint, f"{request.place(field)} and {ds_place}: scheduler")
+    # The recipe needs the number of steps and the model's size. Both are known only after the data has been read.
     unnamed = {field for field in ("lr", "weight_decay") if field not in merged}
     if run.weight_decay is None:  # a user's own optimizer block without weight decay keeps none
         unnamed.discard("weight_decay")
@@ -190,6 +195,8 @@ def precision_of(run_precision: str | None, config: Mapping[str, object]) -> tup
     For "auto" this is the run's precision. If the run names no precision and the JSON only disables 16-bit types,
     training uses float32. Autocast needs float32 weights.
     """
+    # If the JSON disables the run's precision, the result is no precision of a run ("not fp16"). `_merge` then reports
+    # the conflict with both places.
     blocks = {name: get(config, f"{name}.enabled") for name in ("bf16", "fp16")}
     off = (False,) if run_precision else (False, None)
     in_fp32 = False in blocks.values() and all(enabled in off for enabled in blocks.values())
@@ -207,6 +214,7 @@ def _layout(
 ) -> Layout:
     run = request.run
     tp, pp, sp = merged.get("tensor_parallel", 1), run.stages, merged.get("sequence_parallel", 1)
+    # Expert parallelism does not count: its ranks are a part of the data and sequence parallel ranks.
     inner = tp * pp * sp
     # by default all devices that the other degrees can use
     ranks = run.ranks or max(machine.devices // inner * inner, inner)

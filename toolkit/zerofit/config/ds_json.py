@@ -135,6 +135,8 @@ def parse_text(text: str, *, yaml: bool = False) -> Document:
     Raises SyntaxFault with the position of the error: in the YAML if `yaml` is true, otherwise in the JSON.
     """
     try:
+        # The order matters, since some texts are valid in several notations. JSON comes first, then the YAML of a known
+        # program, then HJSON, which accepts almost any text as a string.
         document = parse(text)
         return (is_for_neox(document.config, yaml=yaml) and _as_yaml(text, yaml)) or document
     except SyntaxFault as fault:
@@ -142,6 +144,7 @@ def parse_text(text: str, *, yaml: bool = False) -> Document:
             return document
         if yaml and len(text) <= LARGEST_YAML:
             parse_yaml(text)
+        # A text that begins with a brace or a comment is not meant as YAML, so its error is reported for JSON.
         braces = text.lstrip().startswith(("{", "#", "/"))
         kind = YAML if not braces and re.match(r"\s*(---|[A-Za-z_]+:)", text) else ""
         json_fault = SyntaxFault(fault.message + kind, fault.line, fault.column)

@@ -32,6 +32,8 @@ def check_averages(run: Run, layout: Layout, config: Mapping[str, object], probl
 
 def check_images(run: Run, layout: Layout, facts: ModelFacts, problems: Problems) -> None:
     """Check image augmentation against the model's kind and the layout."""
+    # A segmentation model counts as an image model here. `_check_targets` refuses augmentations that would not fit
+    # masks.
     asked = [name for name in IMAGE_FIELDS if getattr(run, name)]
     for name in asked if not is_image(facts.task) else ():
         message = f"{flag(name)}: {run.model} ({facts.task}) is not an image classifier"

@@ -66,6 +66,7 @@ def check_layers(run: Run, layout: Layout, facts: ModelFacts, problems: Problems
     parts = pipeline_parts(layout.pp, run.pipeline_schedule)
     if layout.pp == 1 or facts.layers is None or parts <= facts.layers:
         return
+    # DualPipeV folds the layers into a V: each stage has two parts, one of each half of the model.
     parts_per_stage = parts // layout.pp
     needs = f"{parts} layers"
     if parts_per_stage > 1:

@@ -42,6 +42,7 @@ def peak_lr(kind: Kind, optimizer: str, batch: int, parameters: int) -> float:
     elif kind == "gan" or rates.by_batch == "fixed":
         scale = 1.0
     else:
+        # 0.25 and 4 are the limits of 4 and 64 samples, relative to BATCH.
         scale = math.sqrt(min(max(batch / BATCH, 0.25), 4.0))
         if kind not in ("pretrained", "pretrained-cnn", "adapters") and rates.by_size:
             scale *= min((parameters / PARAMETERS) ** SIZE_EXPONENT, LARGEST_SMALL)

@@ -107,6 +107,7 @@ def resolve(
         drop(resolved, "train_batch_size")
     else:
         put(resolved, "train_batch_size", batch.total)
+    # A block in the file keeps its other keys, such as the loss scale, even if it is disabled.
     for name in ("bf16", "fp16"):
         if run.precision == name or name in resolved:
             put(resolved, f"{name}.enabled", run.precision == name)
@@ -170,6 +171,7 @@ def _fill_optimizer(config: dict[str, Any], run: Run, machine: Machine, layout: 
         if value is not None:
             put(config, f"optimizer.params.{key}", value)
     entry = of_json(get(config, "optimizer.type"))
+    # These values replace only "auto". The optimizer's usual parameters below also fill in missing keys.
     for key, value in (entry.auto if entry else TORCH_PARAMS).items():
         if get(config, f"optimizer.params.{key}") == "auto":
             put(config, f"optimizer.params.{key}", value)

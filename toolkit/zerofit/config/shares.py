@@ -20,6 +20,7 @@ def solve_by_rank(asked: str, given: Mapping[str, Any], dp: int, place: str, whe
 
     With "auto", micro batches are equal until the ranks are measured. A list must agree with the other batch sizes.
     """
+    # `micro_batches_of` returns nothing for "auto".
     micros = micro_batches_of(asked)
     if not micros:
         batch = solve(given, dp, 1, where, problems)
@@ -76,6 +77,8 @@ def check_shares(run: Run, layout: Layout, problems: Problems) -> None:
 
 def check_weighted(run: Run, facts: ModelFacts, problems: Problems) -> None:
     """Check that the loss is averaged over samples, as unequal micro batches require."""
+    # Ranks with larger micro batches need a larger weight in the average of the gradients. zerofit applies this weight
+    # in its own cross entropy losses, and cannot in a loss that the model computes.
     own = (facts.own and run.loss is None) or not facts.gives_logits or facts.experts is not None
     if run.micro_batch_by_rank and (run.loss == "mse" or facts.task == "gan" or own):
         what = "its routers' loss" if facts.experts is not None else "its loss"

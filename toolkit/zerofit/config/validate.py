@@ -35,6 +35,7 @@ def check_combination(layout: Layout, config: Mapping[str, object], problems: Pr
     """Check that the JSON's keys work in this layout, if zerofit creates the layout's groups."""
     if not layout.combined:
         return
+    # zerofit creates the process groups of a combined layout itself, since DeepSpeed's keys are for one degree each.
     degrees = {"--tensor-parallel": layout.tp, "--pipeline": layout.pp, "--sequence-parallel": layout.sp}
     degrees["--expert-parallel"] = layout.ep
     dimensions = [name for name, degree in degrees.items() if degree > 1]
@@ -212,6 +213,7 @@ def _check_heads(name: str, layout: Layout, facts: ModelFacts, problems: Problem
         return
     counts = ((facts.attention_heads, "attention heads", False), (facts.kv_heads, "key-value heads", sequence))
     for count, what, repeatable in counts:
+        # With both degrees, tensor parallelism splits the heads first. Ulysses then divides each tensor rank's part.
         share = (count or 0) // sharers
         # Ulysses repeats key-value heads for more ranks than heads (ulysses_sp.py:128)
         repeated = repeatable and share and degree % share == 0

@@ -103,6 +103,7 @@ class Preparation(Generic[T]):
         """Write the files into a staging folder, and rename it when they are complete."""
         staging = root / f"{key}.build"
         shutil.rmtree(staging, ignore_errors=True)
+        # The lock of this key excludes other builders, so a staging folder that exists was left by a killed process.
         shutil.rmtree(root / key, ignore_errors=True)  # a folder of this name exists only if it could not be read
         staging.mkdir()
         try:

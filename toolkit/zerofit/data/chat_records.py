@@ -109,6 +109,7 @@ def judged_answers(row: Record, text_field: str, where: str) -> Problem | None:
     judged = next((judged for judged in _JUDGED if has >= judged.fields), None)
     if judged is None or text_field in has:
         return None
+    # `keep` is jq's expression for the good answers of such a record.
     command = _command(judged.keep, "good.jsonl")
     # DPO records may have the full conversation, as messages or as text, in place of an answer.
     if isinstance(row.get("chosen"), list):
@@ -261,6 +262,7 @@ def _chat(field: str) -> Callable[[Record], list[Message]]:
         if not isinstance(turns, list) or not turns:
             what = "empty" if isinstance(turns, list) else type(turns).__name__
             raise NotAConversation(f"{field!r} is {what}, need a list of turns")
+        # Turns of ShareGPT become messages of OpenAI's form first, so both forms are checked by the same rules.
         messages = read_messages([_turn(turn, n) for n, turn in enumerate(turns, 1)])
         # Some records repeat their first message as the system message.
         return [*(message for message in read_messages(_system(row)) if message != messages[0]), *messages]

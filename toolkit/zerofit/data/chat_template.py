@@ -96,6 +96,7 @@ class ChatTemplate:
     @cached_property
     def turn_end(self) -> str:
         """The text that the template writes after an answer; may be "". Raises UserError."""
+        # What follows the probe is what the template writes after any answer.
         turns = {"user": "Hello", "assistant": _PROBE}
         messages = [{"role": role, "content": content} for role, content in turns.items()]
         return self._text(messages, prompt=False).rpartition(_PROBE)[2]
@@ -136,6 +137,7 @@ class ChatTemplate:
         """Return tokens with their targets. `ranges`: each token's characters, int64 (tokens, 2)."""
         targets = np.zeros(len(ids), dtype=bool)
         special = np.isin(ids, self.tokenizer.added_ids)
+        # A special token such as <|im_end|> ends the answer. The model has to learn it, or generation would not stop.
         for start, stop in rendered.spans:
             inside = np.flatnonzero((ranges[:, 0] < stop) & (ranges[:, 1] > start))
             if not len(inside):

@@ -130,6 +130,7 @@ def make_rows(tokens: ChatTokens, seq_len: int, pad_id: int, packed: bool) -> tu
     lengths = np.maximum(np.diff(starts) - 1, 0)  # positions
     used = np.minimum(lengths, seq_len)
     targets = _count_targets(tokens.targets.array(), starts[:-1] + 1, used)
+    # A conversation without a target teaches nothing, but would take up space in a row.
     learnable = np.flatnonzero(targets)
     rows = pack(used[learnable], seq_len) if packed else [[n] for n in range(len(learnable))]
     documents = learnable[np.array([n for row in rows for n in row], dtype=np.int64)]

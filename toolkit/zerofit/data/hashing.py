@@ -25,6 +25,7 @@ def sample_hashes(keys: object, stream: int) -> np.ndarray:
 
 def cell_hashes(keys: object, columns: int, stream: int) -> np.ndarray:
     """Return uint64 (keys, columns), each a pure function of its key, its column and `stream`."""
+    # An odd factor spreads the columns over all 64 bits, and maps no two columns to the same number.
     rows = sample_hashes(keys, stream)[:, None]
     return mix64(rows + np.arange(columns, dtype=np.uint64)[None, :] * np.uint64(0xD1342543DE82EF95))
 

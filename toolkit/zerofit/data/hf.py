@@ -77,6 +77,7 @@ def open_hf(run: Run, argument: str) -> Source:
     """
     name = f"hf:{argument}"
     train, valid = train_and_valid(argument)
+    # A set without rows still has columns, by which its form is recognized.
     first = {**dict.fromkeys(train.column_names), **(train[0] if len(train) else {})}
     if problem := refused_record(first, run.text_field, name):
         raise UserError(problem)

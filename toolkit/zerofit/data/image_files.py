@@ -45,6 +45,7 @@ def image_paths(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
                 continue
             if entry.is_dir():
                 inner = Path(entry.path)
+                # A link to a folder is followed, unless it leads to a folder that contains it.
                 if not (entry.is_symlink() and folder.resolve().is_relative_to(inner.resolve())):  # a loop
                     yield from image_paths(inner)
             elif os.path.splitext(entry.name)[1].lower() in SUFFIXES:

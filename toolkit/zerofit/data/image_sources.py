@@ -144,6 +144,7 @@ def open_packaged_set(name: str, run: Run, task: Task, progress: Reporter) -> Da
     pixels, labels = table[:, :-1].reshape(-1, 1, facts.size, facts.size), table[:, -1].astype(np.int64)
     held_out = stratified_fifth(labels)
     train = pixels[~held_out]
+    # Mean and deviation are those of the training images alone. Validation images must not influence the inputs.
     scaling = Scaling(mean=(float(train.mean()),), std=(float(train.std()),), largest=facts.largest)
     if task == "gan":
         scaling = Scaling.symmetric(1, facts.largest)

@@ -176,6 +176,7 @@ def _image_files(root: Path, folder: Path, classes: list[str]) -> list[ImageFile
     present = {file.label for file in files}
     without = [name for label, name in enumerate(classes) if label not in present]
     others = [name for name in without if any(in_folder for _, _, in_folder in os.walk(folder / name))]
+    # A class of the training folder may lack validation images, so an empty folder is no error.
     if others:
         message = f"{folder} has folders without images: {', '.join(others[:NAMED])}; each would become a class"
         hint = "use one folder per class, PATH/CLASS/*.jpg; move all other files out of PATH"

@@ -100,6 +100,8 @@ class JsonlSet(FileSet):
         for name, path in self.files:
             # Compressed files cannot be seeked, so each file is opened twice.
             with open_plain(path) as file:
+                # Only the first two lines decide how the file is read. The empty lines stand for lines that a short
+                # file lacks.
                 first, second = islice(chain(filter(bytes.strip, _bounded_lines(file)), repeat(b"")), 2)
             with open_plain(path) as file:
                 if is_spread(first, second):
@@ -218,6 +220,7 @@ def is_spread(line: bytes, following: bytes = b"") -> bool:
     try:
         json.loads(text)
     except json.JSONDecodeError as error:
+        # The parser reached the end of the line within a value.
         if error.pos >= len(text):
             return line.endswith(b"\n") and text.startswith("{")  # continues on the next line
         return error.msg == "Extra data" and text[error.pos] in "{,"

@@ -197,6 +197,7 @@ def text_decoder(tokenizer: Tokenizer) -> Callable[[list[int]], str]:
 # The order decides what an output of the head means. A fine-tuned classifier keeps the order of its own classes.
 def _class_order(name: str, names: list[str], known: Sequence[str]) -> list[str]:
     """Return the classes in the order of their ids. Raises UserError for too few or too many."""
+    # A class may have no row in the new data. Its output of the head then stays unused.
     if known and set(names) <= set(known):
         return list(known)
     fractions = [class_name for class_name in names if is_fraction(class_name)]

@@ -145,6 +145,7 @@ def fields_of(run: Run, task: Task, source: RowSource) -> LabelledFields:
     first = next((row for row in source.rows(MANY + 1) if isinstance(row, LabelledRow)), None)
     values = first.values if first else {}
     # The run's own default is for plain text, so the task's default replaces it if the data have it.
+    # A user who writes the default explicitly cannot be distinguished from one who writes nothing.
     is_default = run.text_field == _DEFAULT_TEXT_FIELD
     text_field = text if is_default and value_of(values, text) is not None else run.text_field
     wanted_fields = {"text_field": text_field, "label_field": run.label_field or label}
@@ -292,6 +293,7 @@ class LabelledEncoder:
     def _encode_bytes(self, rows: Sequence[Labelled]) -> list[_Text]:
         """Put an end-of-document id before, between and after the parts; words start with a space."""
         end, encoded_texts, is_words = self.tokenizer.eod_id, [], self.task == "tag"
+        # As in BERT, the first id is a special one, whose output the head of a classifier may read.
         lead = [] if self.task == "seq2seq-lm" else [end]
         longest = self.length - 1  # the last token is the end id
         for row in rows:

@@ -35,6 +35,7 @@ def limited(work: Callable[[T], object], items: Sequence[T]) -> Iterator[Any]:
         child = os.fork()
     if child == 0:
         os.close(reading)  # if the parent is killed, writing then fails and the child exits
+        # The child never returns from `_work`. Otherwise it would continue the parent's program.
         _work(work, items, writing)
     os.close(writing)
     status = None

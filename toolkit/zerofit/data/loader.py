@@ -227,6 +227,8 @@ class _EvalShare:
     def __getitem__(self, step: int) -> dict:
         import torch
 
+        # All ranks need the same number of batches: in each of them they meet in collectives. Positions after the last
+        # sample wrap around, and are marked as not real.
         positions = (step * self.dp + self.dp_rank) * self.micro + np.arange(self.micro)
         real = positions < len(self.chosen)
         indices = self.chosen[positions % len(self.chosen)]

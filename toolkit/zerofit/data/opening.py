@@ -219,6 +219,7 @@ def _open_images(name: str, word: str, run: Run, task: Task, progress: Reporter)
     """Open images in the largest size of the run, scaled as those of its pretrained weights."""
     if task == "gan":
         return IMAGE_SOURCES[word](name, run, task, progress)
+    # A size of the run takes precedence over that of the weights. Without both, the data's own size is used.
     published = published_images(run)
     size = ImageSizes.parse(run.image_sizes).largest if run.image_sizes else run.image_size or published.size
     data = IMAGE_SOURCES[word](name, run.model_copy(update={"image_size": size}), task, progress)

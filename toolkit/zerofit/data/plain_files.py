@@ -114,6 +114,7 @@ def delimiter_of(path: Path) -> str:
     """Return the delimiter of a CSV file's first line: comma, else semicolon, tab or bar."""
     with io.TextIOWrapper(open_plain(path), encoding="utf-8-sig", newline="") as file:
         first = file.readline(SKIPPED_BYTES)
+    # A comma decides even if another sign is more frequent. Without any sign, `max` returns the comma.
     return "," if "," in first else max(",;\t|", key=first.count)
 
 

@@ -49,6 +49,7 @@ def published_images(run: Run) -> PublishedImages:
         if file.is_file():
             try:
                 settings = read(read_json(file))
+                # The model's own config comes last and decides the size: position embeddings fit only that size.
                 size = settings.size if name == CONFIG and settings.size else published.size or settings.size
                 known = published if published.mean else settings
                 published = replace(known, size=size)

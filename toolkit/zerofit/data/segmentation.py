@@ -149,6 +149,7 @@ def _pairs(root: Path, folder: Path) -> list[MaskedImage]:
 # The number of classes is known only after reading all masks, so they are read once before training.
 def _checked(root: Path, pairs: list[MaskedImage], progress: Reporter) -> tuple[int, dict[str, str]]:
     """Return the number of classes, and bad images with reasons, and cache them."""
+    # Unlike for image folders, one result covers all files: the number of classes depends on every mask.
     stats = [(root / file).stat() for pair in pairs for file in (pair.image, pair.mask)]
     stamps = [f"{stat.st_size} {stat.st_mtime_ns}" for stat in stats]
     digest = text_digest(str(root), FORMAT, *(pair.image for pair in pairs), *stamps)

@@ -60,6 +60,7 @@ class _Reader:
         self._chunk = np.zeros(0, np.uint32)  # the tokens of the last read
         self._used = 0  # how many of them are used
         self._begun = False
+        # A read can only be repeated as a whole, so its first tokens, which were used before, are skipped.
         if position["tokens"]:
             self._read()
             self._used = position["tokens"]
@@ -168,6 +169,7 @@ class TokenStream:
         while not self._before(first).is_file():
             first -= 1
         before = json.loads(self._before(first).read_text(encoding="utf-8"))
+        # Blocks between the known position and this one are made, too, because reading has to pass them anyway.
         reader, last = _Reader(self, "train", before["place"]), before["last"]
         for block in range(first, number + 1):
             tokens = np.append(np.uint32(last), reader.take(self.block_tokens))

@@ -56,6 +56,7 @@ def _cuda_differs(facts: HostFacts) -> bool:
     nvcc, torch = version(facts["compilers"]["nvcc"]), version(facts["versions"]["cuda"])
     if not (facts["gpus"] and nvcc and torch) or nvcc == torch[:2]:
         return False
+    # Within the same major version, assert_no_cuda_mismatch accepts only the combinations that ANY_MINOR stands for.
     return nvcc[0] != torch[0] or nvcc[0] not in ANY_MINOR
 
 

@@ -52,6 +52,7 @@ def _versions(host: str, host_facts: HostFacts, own: HostFacts) -> Check:
     )
     hint = "no failure is known with this combination, but the same environment on all hosts is safer"
     if hard:
+        # torch's wheel brings CUDA and NCCL, so the command for pip names only these two packages.
         differ = [name for name in ("torch", "deepspeed") if here[name] not in (None, theirs.get(name))]
         wanted = [f"{name}=={here[name]}" for name in differ]
         hint = f"install the same environment on {host}"
@@ -130,6 +131,7 @@ def _gpu_memory(host: str, gpu: GpuFacts) -> Check:
     problem = ""
     if used > USED_BYTES or by:
         problem = f"GPU {gpu['index']}: {shown_bytes(used)} in use" + (f" by {by}" if by else "")
+    # Another process may leave enough memory for this run, so some use is only a warning.
     status = FAIL if total and total - used < FREE_SHARE * total else WARN
     good = f"GPU {gpu['index']}: {gpu['name']}, free"
     hint = "stop the processes on it, or leave the device out with --exclude"
@@ -138,6 +140,7 @@ def _gpu_memory(host: str, gpu: GpuFacts) -> Check:
 
 def clock(host: str, difference_s: float, error_s: float) -> Check:
     """Check a host's clock, which differs from this machine's by `difference_s` ± `error_s`."""
+    # The difference is at least this large. A slow network alone must not fail the check.
     least_s = max(0.0, abs(difference_s) - error_s)
     words = f"{abs(difference_s):.3g} s {'ahead' if difference_s > 0 else 'behind'} (±{error_s:.1g} s)"
     problem = words if least_s > WARN_S else ""

@@ -37,6 +37,7 @@ def examine(hosts: Sequence[Host], options: ExamineOptions, say: Say) -> list[Ch
     """Return all checks of these hosts. An unreachable host gives a failed check."""
     say(f"asking {len(hosts)} host(s)")
     first = preflight(hosts, PreflightRequest(ssh_port=options.ssh_port, compilers=True))
+    # On a single machine, comparisons between hosts mean nothing, so they are only shown if they fail.
     checks = [check for check in first.checks if len(hosts) > 1 or check.status != OK or check.name in ALONE]
     for name, facts in first.facts.items():
         checks += host_checks.checks(name, facts, many=len(hosts) > 1)
@@ -72,6 +73,7 @@ async def _measured(hosts: list[Host], reached: dict[str, Conversation], first: 
             ranks = len(answer["ranks"])
             checks += host_checks.speeds(host.name, facts, joined_figures(answer["ranks"]), ranks)
             checks += host_checks.nvme_speeds(host.name, answer["nvme"])
+    # The collectives need ranks on all hosts. If one host fails, the others would wait until the time limit.
     failed = any(check.status == FAIL for check in checks)
     if len(hosts) > 1 and first.master_address and not failed:
         checks += await _across(hosts, reached, first, say)
@@ -128,6 +130,7 @@ async def examine_ops(hosts: dict[str, Conversation], say: Say, *, build: bool) 
             for op, problem in answer["failed"].items():
                 message, hint = problem["message"], problem["hint"]
                 checks.append(Check(name=f"build {op}", host=host, status=FAIL, value=message, hint=hint))
+        # After a build, the ops are read again: they now count as built.
         answers = await ask_all(hosts, {"ask": "ops"}, IMPORT_S, say)
     return checks + [check for name, answer in answers.items() for check in _ops(name, answer)]
 

@@ -126,6 +126,7 @@ def _folder(folder: Path, token: str, stack: ExitStack) -> RunFolderFacts:
         "free_bytes": 0,
         "mark": None,
     }
+    # The run folder may not exist on this host yet. Then its nearest parent shows the free space and the permission.
     nearest = next(p for p in (folder, *folder.absolute().parents) if os.path.isdir(p))
     found["free_bytes"] = shutil.disk_usage(nearest).free
     mark = nearest / f".zerofit-seen-by-{uuid.uuid4().hex}"
@@ -137,6 +138,7 @@ def _folder(folder: Path, token: str, stack: ExitStack) -> RunFolderFacts:
         found["error"] = error.strerror
         return found
     found["writable"] = True
+    # In the shared folder, the mark stays until the asking command has looked for it.
     if found["same"]:
         found["mark"] = mark.name
         stack.callback(mark.unlink, missing_ok=True)

@@ -162,6 +162,8 @@ def speeds(host: str, facts: HostFacts, figures: Figures, ranks: int) -> Iterato
 
     for dtype, flops in figures["matmul_flops"].items():
         wanted, hint = lowest(device.peak(dtype) if device else None, MATMUL), HINTS["matmul"]
+        # `cpu_device` assumes one speed for fp32 and bf16. A processor without bf16 instructions is far slower in bf16.
+        # So bf16 is compared with the measured fp32.
         if not gpu and dtype == "bf16":
             wanted = LowestSpeed(BF16_SHARE * figures["matmul_flops"]["fp32"], source=source)
             hint = "train in fp32: --precision fp32"
@@ -195,6 +197,7 @@ def speeds_across(host: str, facts: HostFacts, figures: Figures, interface: str 
 
     The check is reported for the first host.
     """
+    # For a GPU in the catalog, its node's network counts instead of the interface, because NCCL may use InfiniBand.
     rows = [row for row in facts["addresses"] if row["interface"] == interface]
     speed = rows[0]["speed_mbit"] if rows else None
     device = _device(facts, 1) if facts["gpus"] else None

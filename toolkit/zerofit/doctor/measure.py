@@ -188,6 +188,7 @@ def main(job: MeasurementJob) -> None:
     if job.ranks > 1:
         if cuda:
             torch.cuda.set_device(job.device)
+        # Ranks of several hosts share no folder for torch's store, so they meet at a port of the first rank.
         if job.store:
             store = TCPStore(*job.store, job.ranks, is_master=job.rank == 0, timeout=MEET)
         else:

@@ -85,6 +85,7 @@ def _engine(device: torch.device, stage: int) -> DeepSpeedEngine:
     model = _model(device)
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
+        # The norms' parameters are smaller than the threshold, so ZeRO-3 does not release them after a forward.
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 2 * WIDTH},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 1.0,

@@ -287,6 +287,7 @@ class _KernelCount(TorchDispatchMode):
         self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> object:
         alias = next((r.alias_info for r in func._schema.returns), None)
+        # An op whose result only shares memory with an input is a view. An in-place op shares it, too, but writes.
         if (alias is None or alias.is_write) and "empty" not in func.__name__ and "detach" not in func.__name__:
             self.count += 1
         return func(*args, **(kwargs or {}))

@@ -102,6 +102,7 @@ def joined_figures(ranks: Sequence[Figures]) -> Figures:
     """Join the ranks' figures: of each figure, the slowest rank's."""
     first = ranks[0]  # all ranks have the same figures, but only the first one measures the disk
 
+    # Some figures exist only on a GPU, on a CPU, or with several ranks.
     def worst(pick: Callable[[Iterable[float]], float], *names: str) -> Figures:
         return {name: pick(rank[name] for rank in ranks) for name in names if name in first}
 
@@ -112,6 +113,7 @@ def joined_figures(ranks: Sequence[Figures]) -> Figures:
     flops = [rank["matmul_flops"] for rank in ranks]
     found["matmul_flops"] = {precision: min(rank[precision] for rank in flops) for precision in flops[0]}
     for name in ("kernels", "collectives"):
+        # All ranks measure the same kernels in the same order, so the rows match by position.
         rows = zip(*(rank[name] for rank in ranks if name in rank), strict=True)
         found[name] = [max(row, key=lambda measurement: measurement["seconds"]) for row in rows]
     return found | {k: first[k] for k in ("link_latency_s", "disk_read", "disk_write") if k in first}

@@ -86,6 +86,7 @@ async def _preflight(hosts: Sequence[Host], request: PreflightRequest) -> Prefli
             "code": str(request.code.absolute()) if request.code else None,
             "compilers": request.compilers,
         }
+        # This machine's facts need no run folder: only the hosts look for the token, which does not exist yet.
         own = asyncio.create_task(asyncio.to_thread(collect, question, stack))
         if request.run_folder is not None:
             token = request.run_folder / f".zerofit-asks-{uuid.uuid4().hex}"  # other hosts look for this file
@@ -148,6 +149,8 @@ async def find_routes(
     first = names[0]
     if first not in hosts:
         return Preflight()
+    # The real ranks will connect to a port of the first host. So this port is tried before they start. A firewall that
+    # blocks it would otherwise show only after the time limit of torch's store.
     listener = (await ask_all({first: hosts[first]}, {"ask": "listen", "port": port or 0}))[first]
     error = listener.message if isinstance(listener, Unreachable) else listener["error"]
     checks = []

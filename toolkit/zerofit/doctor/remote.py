@@ -101,6 +101,7 @@ class Conversation:
             assert self.process.stdin is not None
             self.process.stdin.write(json.dumps(question).encode() + b"\n")
             await self.process.stdin.drain()
+            # One limit holds for all lines of an answer: progress does not extend it.
             async with asyncio.timeout(patience_s):
                 while "progress" in (answer := await self._line()):
                     if say:
@@ -193,6 +194,7 @@ async def _started(host: str, module: str, ssh_port: int | None, local: bool) ->
     argv = [sys.executable, "-P", "-m", module] if local else command(host, module, ssh_port)
     pipe = asyncio.subprocess.PIPE
     try:
+        # In its own session ssh does not get Ctrl-C from the terminal, so this command can still end the conversations.
         process = await asyncio.create_subprocess_exec(
             *argv, stdin=pipe, stdout=pipe, stderr=pipe, limit=LINE_BYTES, start_new_session=True
         )

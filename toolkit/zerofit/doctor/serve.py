@@ -25,6 +25,7 @@ def serve(answer: Callable[[dict[str, Any], ExitStack, Say], Mapping[str, object
     The stack closes at the end. Each answer has this host's clock at the time of reading and of answering the question
     (Unix time, s).
     """
+    # After a broken connection, standard input may stay open. The alarm then ends this process.
     signal.alarm(life_s)
     _write(greeting=True)
     with ExitStack() as stack:

@@ -29,6 +29,7 @@ def versions() -> dict[str, str | None]:
 
 def _torch() -> dict[str, str | None]:
     names = {"torch": "__version__", "cuda": "cuda", "hip": "hip", "torch_git": "git_version"}
+    # The package's metadata has torch's version, but not its CUDA, ROCm or commit.
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return dict.fromkeys(names)
@@ -54,6 +55,8 @@ def model_code(model: str) -> Path | None:
     if not colon or not all(part.isidentifier() for part in module.split(".")):
         return None
     top = module.split(".")[0]
+    # The order is that of an import in a rank: the current folder first, and a package before a module of the same
+    # name.
     candidates = [Path(folder or ".") / name for folder in ("", *sys.path) for name in (top, f"{top}.py")]
     found = [path for path in candidates if path.exists()]
     # like Python's import: a folder without __init__.py counts only if there is no module of this name

@@ -124,6 +124,8 @@ def strays() -> list[Stray]:
     found: list[Stray] = []
     for process in unrelated_processes():
         with suppress(psutil.Error):  # it has ended, or it is another user's
+            # A rank's children inherit the run id in their environment. Launchers of other programs are found by their
+            # command line.
             run, argv = run_id_of(process.pid), process.cmdline()
             if run is None and not any(word in RANKS for word in argv):
                 continue
@@ -280,6 +282,7 @@ def reach(host: str, port: int) -> dict[str, object]:
     start = time.monotonic()
     try:
         with socket.create_connection((host, port), timeout=CONNECT_S) as connection:
+            # The system chooses the interface by its routes. The socket's own address shows its choice.
             own = connection.getsockname()[0]
     except TimeoutError:
         return {"error": f"no answer in {CONNECT_S:.0f} s"}

@@ -87,6 +87,7 @@ def _outside_torch(evidence: LogEvidence) -> Cause | None:
     outside, asked = figures.beside_bytes, figures.asked_bytes
     if outside is None or asked is None or figures.total_bytes is None:
         return None
+    # Every process needs some memory outside of torch's allocator. Only more than this usual amount is a cause.
     usual = CONTEXT_BYTES + int(CONTEXT_SHARE * figures.total_bytes)
     of_this_process = figures.process_bytes is not None and figures.reserved_bytes is not None
     if figures.process_bytes is not None and figures.reserved_bytes is not None:
@@ -126,6 +127,7 @@ def _limited(evidence: LogEvidence) -> Cause | None:
 def _graphs(evidence: LogEvidence) -> Cause | None:
     figures = evidence.shortage.figures
     private, asked = figures.private_bytes or 0, figures.asked_bytes
+    # Small pools are normal. A pool is named only if it would have had room for the allocation, and fills a fifth.
     if not private or asked is None or private < max(asked, (figures.total_bytes or 0) // 5):
         return None
     return Cause(
@@ -141,6 +143,7 @@ def _fragmented(evidence: LogEvidence) -> Cause | None:
     # the unused memory would have been enough, had it been in one piece
     if unused is None or asked is None or free >= asked or unused + free < asked:
         return None
+    # Healthy runs have this share of fragments, too, so it does not explain the failure.
     if unused < USUAL_FRAGMENTS * (figures.reserved_bytes or 0):
         return None
     if figures.total_bytes is not None and (figures.reserved_bytes or 0) > figures.total_bytes:
@@ -207,6 +210,7 @@ def _in_phase(evidence: LogEvidence) -> Cause | None:
         label, first, last = leak
         grown = f"allocated memory at {label!r} grew from {shown_bytes(first)} to {shown_bytes(last)}, step by step"
         return Cause(name="leak", summary="Memory grew with every step until it was full.", evidence=(grown, *shown))
+    # Equal steps need equal memory once the optimizer's states exist. So something differs from the earlier steps.
     if phase in (FORWARD, BACKWARD, STEP) and progress.steps >= LATER:
         return Cause(
             name=UNKNOWN,

@@ -96,6 +96,7 @@ def _listed(lines: Sequence[LogLine], progress: Progress, kind: str) -> Failure 
     for entry in _entries(kind):
         found = [bisect_right(starts, match.start()) - 1 for match in entry.pattern.finditer(text)]
         last = [at for at in found if not went_on_after(lines, lines[at].number, progress)]
+        # A library often warns of a fault that it then handles. Such a line counts only without an exception after it.
         if any(_WARNING.search(lines[at].text) for at in last):  # an error that follows explains the end better
             final = max(_exceptions(lines), default=-1)
             last = [at for at in last if not _WARNING.search(lines[at].text) or at >= final]
@@ -123,6 +124,7 @@ def _failure(entry: FailureEntry, lines: Sequence[LogLine], found: Sequence[int]
 def _exception(lines: Sequence[LogLine], progress: Progress) -> Failure | None:
     """Return the first exception that ended the script; None if the run continued after all."""
     # torchrun's reports name the rank that failed first; without one, the first exception in the log counts
+    # The times begin with the year, so the smallest text is the earliest failure of all hosts.
     reports = _FIRST_FAILURE.findall("\n".join(line.text for line in lines))
     first = min(reports)[1] if reports else ""
     for at in sorted(_exceptions(lines), key=lambda at: (bool(first) and lines[at].rank != first, at)):
@@ -158,6 +160,7 @@ def _exceptions(lines: Sequence[LogLine]) -> list[int]:
             found = [other for other in found if other != closed.get(line.rank)]
         elif _EXCEPTION.match(line.text):
             # a traceback whose first lines are missing: the log begins with its last line, or with a frame
+            # A log can begin within a traceback, since a scheduler or `tail` may have cut it.
             is_cut = ERROR_LINE.match(line.text) and (not before or _ends_frame(before))
             start = opened.pop(line.rank, at if is_cut else -LONGEST_TRACEBACK)
             if at - start < LONGEST_TRACEBACK:

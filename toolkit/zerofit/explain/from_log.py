@@ -20,6 +20,7 @@ WORKER = "in DataLoader worker process"
 def explain_log(lines: Sequence[LogLine], source: str = "log") -> Explanation | None:
     """Return why memory ran out, or which other failure ended the run; None for neither."""
     progress = progress_before(lines, lines[-1].number + 1) if lines else Progress()
+    # A script may catch an error and continue, for example with a smaller batch. Then this error did not end the run.
     fatal = (
         shortage
         for shortage in shortages(lines)
@@ -75,6 +76,7 @@ def _of_shortage(lines: Sequence[LogLine], found: Sequence[Shortage], source: st
             phase=phase,
             progress=progress,
             sharers=tuple(dict.fromkeys(sharers)),
+            # torch names the worker in a line of its own, near the traceback that it received from the worker.
             in_worker=any(WORKER in line.text for line in lines if abs(line.number - shortage.line) < 60),
         )
     )

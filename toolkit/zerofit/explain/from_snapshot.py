@@ -151,6 +151,7 @@ def _leak(
     Return the line, its blocks and the number of steps.
     """
     steps = snapshot.steps
+    # A leak keeps a block of one size at each step. A line may also keep other blocks, such as a growing cache.
     groups: defaultdict[tuple[str, int], list[AliveBlock]] = defaultdict(list)  # by line of code and size
     for block in alive:
         if block.event >= 0 and block.frames:
@@ -196,6 +197,7 @@ def kind_of(frames: Frames, recorded: bool) -> str:
     calls = [(call.file.replace("\\", "/"), call.name) for call in _stack(frames)]
     python = [(file, name) for file, name in calls if file.endswith(".py") or file.startswith("<")]
     names = {name for _, name in calls}
+    # `zerofit simulate` writes snapshots, too. Their first frame names the kind that the simulation has recorded.
     if calls and calls[0][0] == KIND_FILE:
         return calls[0][1]
     if not python:
@@ -211,6 +213,7 @@ def kind_of(frames: Frames, recorded: bool) -> str:
                 return functions[name]
         if is_loss(file) or "cross_entropy" in name or name == "log_softmax":
             return LOGITS
+    # States were recognized above, so what else an optimizer's step allocates is temporary.
     if any("/optim/" in file for file, _ in python):
         return TEMPORARIES
     if names & {"backward", "_engine_run_backward"}:

@@ -86,6 +86,8 @@ def read_ends(file: BufferedIOBase) -> bytes:
 
 
 def _remove_middle(content: bytearray) -> None:
+    # The negative end keeps the last MOST_BYTES - HEAD_BYTES bytes. The error is at the end, and settings at the
+    # beginning.
     content[HEAD_BYTES : HEAD_BYTES - MOST_BYTES] = b"\n"
 
 
@@ -101,6 +103,7 @@ def lines_of(text: str) -> list[LogLine]:
     for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
         for part in line.split("\r"):  # progress bars overwrite themselves
             rank, part = "", _CONTROL.sub("", part)
+            # Prefixes nest: srun puts its own before that of torchrun. The innermost one names the rank.
             while match := _PREFIX.match(part):
                 names = match.groupdict().values()
                 rank, part = next(filter(None, names), rank), part[match.end() :]

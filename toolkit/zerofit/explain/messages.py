@@ -226,6 +226,7 @@ def joined_message(lines: Sequence[LogLine], at: int) -> str:
 
 def device_figures(text: str) -> MemoryFigures:
     """Return the memory figures in the first of torch's messages in `text`."""
+    # The joined lines may contain the message of another rank. Figures of two messages must not be mixed.
     starts = [match.start() for match in _TORCH.finditer(text)]
     text = text[: starts[1] if len(starts) > 1 else None]
     found: dict[str, int] = {}  # by field of `MemoryFigures`
@@ -265,6 +266,7 @@ def _host_figures(text: str, before: str) -> MemoryFigures:
         own, host, total = (_bytes(ray[at], ray[at + 1]) for at in (1, 3, 5))
         return MemoryFigures(process_bytes=own, total_bytes=total, free_bytes=total - host)
     # the kernel
+    # A process's resident memory is the sum of these three. All of them are in kB.
     resident = [int(size) << 10 for size in re.findall(r"\b(?:anon|file|shmem)-rss:(\d+)kB", text)]
     limit = re.search(r"memory: usage \d+kB, limit (\d+)kB", before)
     return MemoryFigures(

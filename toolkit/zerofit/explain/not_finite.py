@@ -134,6 +134,8 @@ class Replay:
 
 def cause_of(ranks: Sequence[RankFindings], losses: Sequence[float]) -> Replay:
     """Return the cause from the findings of each rank and the losses of the steps."""
+    # The order follows the flow of numbers: weights, then inputs, then ops, and last the exchange between ranks. An
+    # earlier cause also makes all later results wrong, so the first one that shows is named.
     found = _of_weights(ranks) or _of_replicas(ranks)
     if not found and not any(rank.get("stopped") for rank in ranks):
         summary = f"All steps up to step {ranks[0]['done']} are finite in this replay"
@@ -213,6 +215,7 @@ def _of_origin(ranks: Sequence[RankFindings], losses: Sequence[float]) -> Replay
     if not found:
         return None
     # a rank that only received the number from another rank has no op
+    # False sorts before True: ranks with an op come first, and among them those that failed in forward.
     rank, origin = min(found, key=lambda pair: (not pair[1]["op"], pair[1]["phase"] != "forward", pair[0]["rank"]))
     grown = _growth(rank, losses)
     if grown:
@@ -286,6 +289,7 @@ def _of_reduction(ranks: Sequence[RankFindings], losses: Sequence[float]) -> Rep
     finite = "Every rank's own gradients are finite"
     if grown := _growth(stopped, losses):
         cause, summary = LEARNING_RATE, f"Training had already diverged: {grown}. {message}."
+    # Only fp16 has a loss scale above 1, and the sum of finite gradients can exceed fp16's range.
     elif scale > 1:
         cause, summary = LOSS_SCALE, f"{message}. {finite}, but their sum overflows at scale {scale:g}."
     else:

@@ -18,6 +18,7 @@ FULL_HOST = 0.8  # share of used host memory above which a large allocation may 
 
 def _driver(evidence: LogEvidence) -> Cause | None:
     """Find why the driver had no memory, if the message has no figures of torch's allocator."""
+    # CUDA reports full page-locked host memory with the same message, so this cause is checked first.
     names = {frame.name for frame in evidence.frames}
     if any("pin_memory" in f"{frame.name}{frame.code}" for frame in evidence.frames):
         return _pinned(evidence)
@@ -115,6 +116,7 @@ def host(evidence: LogEvidence) -> Cause | None:
     if progress.readings and progress.readings[-1].host_share:
         last = progress.readings[-1]
         shown.append(f"last log reading: {last.host_share:.0%} of host memory used ({shown_bytes(last.host_bytes)})")
+    # A killed process leaves no traceback. Then the last phase that the log names has to do.
     work = _HOST_PHASES.get(evidence.phase) or progress.activity
     name, when = _HOST_WORK.get(work, ("host-memory", f"in {evidence.phase}" if evidence.phase else ""))
     limited = figures.limit_bytes or _JOB_LIMIT.search(evidence.shortage.message)

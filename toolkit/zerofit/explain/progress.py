@@ -111,6 +111,7 @@ def progress_before(lines: Sequence[LogLine], error: int) -> Progress:
             break
         if (bar := _BAR.match(text.strip())) and not _NO_TRAINING.search(bar["about"]):
             started, done = True, int(bar["done"])
+            # Bars of an epoch and of the whole run have different totals. A bar that restarts at 0 begins a new epoch.
             if done > highest.get(bar["total"], 0):  # the bar is also drawn between two steps
                 steps, activity = max(steps, done), ""
                 bars.append(line.number)

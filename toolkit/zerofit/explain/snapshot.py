@@ -69,6 +69,8 @@ class MemorySnapshot:
             live += event.bytes * _SIGN.get(event.action, 0)
             found.append(live)
         # allocated before the trace began
+        # The trace shows only changes. The blocks at the end give the absolute size, and thus the size before the
+        # trace.
         before = sum(block.bytes for block in self.blocks.values()) - live
         return [before + size for size in found]
 
@@ -93,6 +95,7 @@ class MemorySnapshot:
                 continue
             seen.add(event.address)
         # blocks from before the trace: still there at the end, or first freed after the moment
+        # A block that the trace only frees was allocated earlier, so its stack is unknown.
         found = list(live.values())
         for event in self.trace[self.moment + 1 :]:
             if event.action == "free_completed" and event.address not in seen:

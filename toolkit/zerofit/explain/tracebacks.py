@@ -67,6 +67,7 @@ def frames_before(lines: Sequence[LogLine], error: int) -> list[CodeFrame]:
             continue
         if _ENDS.search(line.text):
             break
+        # _NOTEBOOK comes last: its loose pattern also matches lines of the other forms.
         match = CODE_LINE.match(line.text) or _RICH.match(line.text) or _CELL.match(line.text)
         match = match or _NOTEBOOK.match(line.text)
         if match:
@@ -138,6 +139,7 @@ def phase_of(frames: Sequence[CodeFrame]) -> str:
         text = f"{frame.file}:{frame.name.split('(')[0]}:{frame.code}".replace("\\", "/")
         for mark, pattern in _PATTERNS.items():
             if pattern.search(text):
+                # A loss calls forwards of torch's modules, which must not end the phase.
                 within_loss = phase == LOSS and mark == FORWARD and "/torch/" in text  # the forward of lm_head
                 if not within_loss and (phase not in _INSIDE or mark in _INSIDE[phase]):
                     phase = mark

@@ -222,6 +222,8 @@ class EvalFigures:
 
     def _own_mean(self, model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
         """Return the model's own mean loss times the samples, and their number, as float64 (4,)."""
+        # zerofit's labels are shifted by one token, but such a model shifts its labels itself. So the labels are made
+        # again from the inputs. Positions that do not count stay masked.
         if self.task == "causal-lm":  # as in transformers: labels have the positions of their tokens
             out = model(input_ids=x, labels=torch.where(labels == IGNORE_INDEX, IGNORE_INDEX, x))
         else:
@@ -280,6 +282,7 @@ def evaluate(
     Raises RunFailed if memory runs out, or if the loss is not finite.
     """
     count, at_once = len(eval_indices(len(data.valid), samples.limit)), samples.at_once
+    # 0 and 1 are the rank and the number of ranks: one process evaluates all samples.
     batches = eval_batches(data.valid, 0, 1, at_once, samples.limit, default_workers(data, 1))
     start = time.perf_counter()
     with (

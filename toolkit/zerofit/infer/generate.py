@@ -87,6 +87,7 @@ def check_prompt(saved: SavedModel, tokenizer_name: str | None, prompt: str, max
         # Models of others, and all encoders, were trained with their tokenizer's special tokens.
         ids = tuple(load_transformers(tokenizer.name)(prompt)["input_ids"])
     elif has_encoder:
+        # zerofit's training ends each of the encoder's texts with this id.
         ids = (*tokenizer.encode(prompt), tokenizer.eod_id)
     else:
         ids = tuple(tokenizer.encode(prompt))
@@ -291,6 +292,7 @@ class Chat:
     def _sized(self, ids: list[int], seed: int) -> GenerationRequest:
         """Return a request with this prompt, for at most as many new tokens as the model supports."""
         new = self.empty.max_new_tokens
+        # Near the model's limit the answer is cut, instead of refusing the whole turn.
         free_tokens = new if self.longest is None else min(new, self.longest - len(ids))
         prompt = replace(self.empty.prompt, ids=tuple(ids))
         return replace(self.empty, prompt=prompt, max_new_tokens=free_tokens, seed=seed)

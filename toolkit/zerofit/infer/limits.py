@@ -70,6 +70,7 @@ def _free_memory(gpus: int) -> MemoryLimits:
 
     reserved, devices = reserved_on_gpus(), gpu_memory(gpus)
     unreserved = [NO_LIMIT] * gpus
+    # `gpu_memory` returns nothing if nvidia-smi is missing or hangs. Then no reservation can be subtracted.
     if len(devices) == gpus:
         unreserved = [gpu.total_bytes - reserved[gpu.uuid] for gpu in devices]
     memory: dict[Device, int] = {}

@@ -43,6 +43,7 @@ def activation_memory(model: nn.Module, device: torch.device, call: Call) -> Act
         if next((p.dtype for p in model.parameters()), None) != torch.float32:
             raise
         # the grouped matmuls of mixtures of experts do not support fp32 on fake tensors
+        # float32 needs twice the bytes of bfloat16.
         half = _run(copy.deepcopy(model).bfloat16(), device, call)
         return ActivationMemory(2 * half.peak, 2 * half.returned)
 

@@ -162,6 +162,8 @@ def place(model: nn.Module, limits: MemoryLimits, working: int) -> Placement:
         gpus = gpus[:1]  # it is not known what models other than transformers' do between their layers
     host = limits.memory.get("cpu", 0)
     placement = None
+    # The second pass runs the model on the CPU alone. It is slower, but it may fit where a GPU is too small for one
+    # layer.
     for used in [gpus, []] if gpus and host else [gpus]:
         for share in SHARES:
             memory: dict[Device, int] = {
@@ -211,6 +213,7 @@ def _placed(model: nn.Module, device_map: dict[str, Device], limits: MemoryLimit
         weights[device] += tensor.nbytes
     for name, tensor in model.named_buffers():
         device = device_of(name, device_map) or main
+        # accelerate moves a buffer to the device that runs its module and leaves it there.
         weights[device if isinstance(device, int) else main] += tensor.nbytes  # not offloaded
     layer, largest = _largest_layer(model, device_map, main)
     rows = []

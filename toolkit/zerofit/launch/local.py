@@ -112,6 +112,8 @@ def _requests_passed_on(folder: RunFolder) -> Iterator[None]:
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         times.append(time.monotonic())
+        # The handler runs in the main thread, within any Python code. So it only creates a file, which the ranks look
+        # for.
         if times[-1] - times[0] > SAME_S:
             signal.default_int_handler(number, frame)
         folder.stop_request.touch()

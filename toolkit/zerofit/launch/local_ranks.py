@@ -65,6 +65,7 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
     descendants: list[psutil.Process] = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
+            # The children are listed before any signal: an ended process would no longer show them.
             rank = psutil.Process(process.pid)
             descendants += [*rank.children(recursive=True), rank]
     for process in descendants:

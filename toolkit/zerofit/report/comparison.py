@@ -80,6 +80,7 @@ def cells(kind: str, row: dict[str, Any]) -> list[str]:
 
 def page(kind: str, about: dict[str, Any], rows: Rows, picture: Path) -> str:
     """Return the HTML page of a comparison."""
+    # The title has the model and the data, so the facts leave them out. Columns without any value are left out, too.
     named = {name: value for name, value in about.items() if value not in (None, {}) and name not in ("model", "data")}
     if "hosts" in named:
         named["hosts"] = " + ".join(f"{host} x {slots}" for host, slots in named["hosts"])
@@ -132,6 +133,7 @@ def draw(kind: str, about: dict[str, Any], rows: Rows, out: Path) -> None:
 def _strategies(figure: Figure, about: dict[str, object], rows: Rows) -> None:
     from matplotlib.ticker import MaxNLocator
 
+    # Only asynchronous strategies have a staleness. Only strategies whose collectives were counted have bytes.
     stale = [row for row in rows if row.get("staleness")]
     counted = all(row["comm_bytes_per_step"] is not None for row in rows)
     # one bar per strategy needs the same height everywhere, so the picture grows with the number of rows
@@ -168,6 +170,8 @@ def _sizes(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
     from matplotlib import colormaps
 
     sizes = sorted({row["batch_size"] for row in rows})
+    # Runs with different batch sizes are comparable in samples, not in steps. None means that the target was not
+    # reached.
     rows = [{**row, "samples_to_target": (row["steps_to_target"] or 0) * row["batch_size"] or None} for row in rows]
     first, second, third = figure.subplots(3, 2)
     _spread(first[0], sizes, rows, "seconds_to_target", f"seconds to {about['target']:.0%} accuracy", BLUE)
@@ -175,6 +179,7 @@ def _sizes(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
     missed = [n for n in sizes if not any(r["seconds_to_target"] for r in rows if r["batch_size"] == n)]
     if missed:
         first[0].set_title("not reached: " + ", ".join(map(str, missed)), fontsize=8, loc="right")
+    # Each size has several runs with different seeds. The curve shows the first of them; the other plots show all.
     for number, size in enumerate(sizes):
         curve = next(row["curve"] for row in rows if row["batch_size"] == size)
         color = colormaps["viridis"](0.9 * number / max(1, len(sizes) - 1))

@@ -139,6 +139,7 @@ def _limit(found: Simulations) -> tuple[str, float] | None:
 def memory_chart(name: str, found: SimulationAnswer, most: int) -> Chart:
     """Return the chart of memory over time, stacked by kind, with at most `most` moments."""
     moments = _thinned(found.timeline, most)
+    # COLORS has the order of the stack from the bottom: kinds that stay during the run come first.
     seen = {kind for moment in moments for kind, size in moment.bytes.items() if size}
     kinds = [*(kind for kind in COLORS if kind in seen), *sorted(seen - {*COLORS})]
     starts = [(float(next(group).t), phase) for (phase, _), group in groupby(moments, key=lambda m: (m.phase, m.step))]
@@ -191,6 +192,7 @@ def _phases(found: Simulations) -> Bars:
     peaks: dict[tuple[str, str], int] = {}
     for name, simulation in found.items():
         for phase in simulation.phases:
+            # A phase occurs in several steps. The bar shows the highest of them.
             key = named(name, phase.name), phase.name
             peaks[key] = max(peaks.get(key, 0), phase.peak_bytes)
     bars = [Bar(label=label, parts={"peak": size}, text=shown_bytes(size)) for (label, _), size in peaks.items()]
@@ -316,6 +318,7 @@ def _rows(plan: PlanAnswer) -> list[ShownLayout]:
 
 def _map(name: str, plan: PlanAnswer) -> Chart:
     groups = {"fits": plan.layouts, "close to the limit": plan.close, "does not fit": plan.misfits}
+    # The chart has one x axis for all groups, sorted by memory. A group has None at the points of the other groups.
     points = [(row.peak_bytes, row.samples_per_s, group, row.layout) for group, rows in groups.items() for row in rows]
     points += [(point.peak_bytes, point.samples_per_s, "frontier", point.layout) for point in plan.frontier]
     points.sort()

@@ -107,6 +107,7 @@ def _span(timeline: MemoryTimeline) -> tuple[int, int]:
 
 def _stack(areas: Axes, timeline: MemoryTimeline, peak: Point, unit: int) -> None:
     points = sorted(timeline["points"], key=lambda point: point["t"])
+    # stackplot draws a step from each point to the next one, so the last level needs an end.
     moments = [point["t"] for point in points] + [_span(timeline)[1]]
     points = [*points, points[-1]]  # the last point is valid to the end
     seen = {kind if kind in COLORS else "other" for point in points for kind in point["bytes"]}
@@ -148,6 +149,7 @@ def _device(timeline: MemoryTimeline) -> str:
 
 def _peak(areas: Axes, timeline: MemoryTimeline, peak: Point, unit: int) -> None:
     start, end = _span(timeline)
+    # In the left third of the axes the text begins at the peak; in the right third it ends there. So it stays inside.
     share = (peak["t"] - start) / (end - start)  # of the axis, left of the peak
     total = sum(peak["bytes"].values())
     side = "left" if share < 0.33 else "right" if share > 0.67 else "center"

@@ -103,6 +103,7 @@ class Bars:
     def names(self) -> list[str]:
         """The names of the parts, from the left."""
         found = {name for bar in self.bars for name, size in bar.parts.items() if size > self.scale * LEAST}
+        # All bars share one order, so a part has the same place and color in each of them.
         order = [*COLORS, *(name for bar in self.bars for name in bar.parts)]
         return [name for name in dict.fromkeys(order) if name in found]
 

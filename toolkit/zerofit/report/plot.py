@@ -46,6 +46,7 @@ def draw(runs: list[Path], out: Path) -> dict[str, object]:
 
 def names_of(paths: Sequence[Path]) -> list[str]:
     """Return a name for each path: its last parts, as few as make all names differ."""
+    # Run folders often have the same last part, such as `run/checkpoints`, so parents are added until the names differ.
     for length in range(1, 5):
         names = ["/".join(Path(os.path.abspath(path)).parts[-length:]) for path in paths]
         if len(set(names)) == len(names):
@@ -174,6 +175,7 @@ def draw_trials(trials: Sequence[Mapping[str, object]], out: Path) -> None:
     times.plot([min(ends), max(ends)], [min(ends), max(ends)], ":", color="gray")
     times.set(xscale="log", yscale="log", xlabel="forecast step time (s)", ylabel="measured step time (s)")
     rates = {n: t["global_batch"] / t["measured_step_s"] for n, t in good}
+    # The line never falls: after each trial it shows the best speed measured up to then.
     most = [max(rate for m, rate in rates.items() if m <= n) for n in rates]
     best.step(list(rates), most, where="post")
     best.plot(list(rates), list(rates.values()), "o")

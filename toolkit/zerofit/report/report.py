@@ -165,6 +165,7 @@ def _differences(sources: Sources) -> Section:
 
 
 def _differing(settings: Mapping[str, Mapping[str, str]]) -> Iterator[Block]:
+    # With one run no value can differ, so the section stays empty and the page leaves it out.
     keys = dict.fromkeys(key for values in settings.values() for key in values)
     rows = [[key, *(values.get(key, "-") for values in settings.values())] for key in keys]
     rows = [row for row in rows if len(set(row[1:])) > 1]

@@ -131,6 +131,7 @@ def run_answer(name: str, run: RunHistory) -> Answer:
 
 def _ending(run: RunHistory, done: str) -> tuple[str, Tone, str]:
     """Return the verdict on a run, the verdict's tone, and the reason."""
+    # The order matters: a run that was restarted after a fault can still have a result.
     if run.files["result"]:
         return f"Done: {done}", "good", ""
     if run.files["stopped"]:
@@ -192,6 +193,8 @@ def _at_steps(records: Sequence[Record], key: str) -> dict[float, float]:
 
 
 def _chart(title: str, runs: Mapping[str, Curves]) -> Chart:
+    # Runs log different steps, but a chart has one x axis: it has all steps, and a curve has None at steps without a
+    # value.
     steps = sorted({step for curves in runs.values() for values in curves.values() for step in values})
     lines = [
         ChartLine(
@@ -219,6 +222,7 @@ def _inner(record: Record, *path: str) -> Record:
 def _forecasts(runs: Mapping[str, RunHistory]) -> list[Block]:
     rows, tones = [], list[Tone]()
     for name, run in runs.items():
+        # Only a finished run has the comparison in its result. For other runs it is computed from the logged steps.
         pairs = _inner(run.files["result"], "against_forecast") or _measured(run)
         for key in pairs:
             measured, forecast = (number_in(_inner(pairs, key), which) for which in ("measured", "forecast"))

@@ -127,6 +127,7 @@ def tune_sections(found: TuneAnswer) -> Iterator[Section]:
     ]
     note = "The line with end marks is the 95 % interval of the mean."
     yield Section(title="Measured step times", blocks=[Bars(bars=bars)], note=note)
+    # Failed trials count as infinitely slow, so the table marks only a measured trial as the best.
     best = min(map(_measured, found.trials))
     rows = [
         {

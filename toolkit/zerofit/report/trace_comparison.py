@@ -63,6 +63,7 @@ def compare_traces(paths: Sequence[Path], out: Path) -> TraceComparison:
     check_picture(out, "--out", problems)
     problems.raise_if_any()
     read = sorted((trace for trace in traces if trace), key=lambda trace: not trace.forecast)  # the forecast first
+    # False sorts before True, so a forecast comes first, whatever the order of the paths.
     if [trace.forecast for trace in read] != [True, False]:
         message = f"--trace names {len(read)} traces, {sum(trace.forecast for trace in read)} of them forecasts"
         hint = "give one from --trace of `zerofit plan` or `simulate`, and one of `zerofit train --profile`"

@@ -57,6 +57,7 @@ def _kernel(event: TraceEvent) -> MeasuredKernel | None:
 
 
 def _product(shapes: list[tuple[int, ...]], dtype: str) -> MeasuredKernel | None:
+    # addmm and baddbmm have the bias first, which may be a matrix. The last two arguments are the factors.
     factors = [shape for shape in shapes if len(shape) > 1][-2:]
     if len(factors) < 2:
         return None
@@ -76,6 +77,7 @@ def _attention(
         return None
     # the backward's first argument is the gradient of the result; query and key follow
     (batch, heads, queries, width), (*_, keys, _) = shapes[backward], shapes[backward + 1]
+    # Without compute_log_sumexp, only `is_causal` can be True: torch passes False as return_debug_mask.
     values = _listed(arguments, "Concrete Inputs")
     if name.endswith(LOG_SUMS):
         values = values[:4] + values[5:]

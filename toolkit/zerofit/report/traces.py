@@ -132,6 +132,8 @@ def _read_measured(events: list[TraceEvent], steps: list[TraceEvent]) -> ReadTra
     launched = {str(args["correlation"]): e for e in calls if "correlation" in (args := e.get("args", {}))}
     parts: defaultdict[Part, float] = defaultdict(float)
     for event in kernels:
+        # A kernel runs later than its launch, possibly after the step's end. The launch decides to which step it
+        # belongs.
         issued = launched.get(str(event.get("args", {}).get("correlation")), event)
         if start <= issued["ts"] <= end:
             parts[marks.part(kind_of(event["name"]), issued["ts"])] += event["dur"] / 1e6
