@@ -69,6 +69,7 @@ def _conditions(kind: str, config: Config) -> list[NamedInput]:
     def floats(name: str, *shape: int) -> NamedInput:
         return NamedInput(name=name, shape=shape)
 
+    # FLUX gets its timestep as a number from 0 to 1. The other models get the number of a step.
     flux = kind == "FluxTransformer2DModel"
     conditions = [floats("timestep") if flux else NamedInput(name="timestep", shape=(), ids=STEPS)]
     if kind == "DiTTransformer2DModel":

@@ -311,6 +311,7 @@ def _drawing_in_fp32() -> Iterator[None]:
         def run(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
             if tensor.device.type == "cpu" and tensor.dtype == torch.float32:
                 return function(tensor, *args, **kwargs)
+            # The layout in memory decides which number goes where, so the drawn tensor has the same strides.
             numbers = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.float32)
             function(numbers, *args, **kwargs)
             return tensor if tensor.is_meta else tensor.copy_(numbers)

@@ -104,6 +104,7 @@ def _refuse_endless(name: str, values: object, key: str = "") -> None:
             _refuse_endless(name, value, str(inner))
         return
     most = next((most for pattern, most in MOST.items() if re.search(pattern, key)), math.inf)
+    # A list's length counts, too: configs list the kind of each layer.
     numbers = [*values, len(values)] if isinstance(values, list) else [values]
     largest = max((n for n in numbers if isinstance(n, int | float) and n > most), default=None)
     if largest is not None:

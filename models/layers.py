@@ -78,6 +78,7 @@ def layer_facts(layers: Iterable[Layer]) -> tuple[LayerFacts, ...]:
 
 def _with_routers_sums(layers: list[Layer], loss: RouterLoss) -> list[Layer]:
     """Wrap the first block and all later layers, so that they pass on the routers' sums."""
+    # The sums have to reach the last stage, where the loss is computed. Layers before the first block have no router.
     first = next(index for index, layer in enumerate(layers) if layer.block)
     carriers = [
         replace(

@@ -85,12 +85,14 @@ def _patches_text(name: str, config: PreTrainedConfig, seq_len: int, fed: Fed) -
     """Return an image as rows of patches, like Qwen's processors, and a text with image tokens."""
     vision = config.vision_config
     channels, pixels = fed.image or (vision.in_channels, PIXELS)
+    # The model joins spatial_merge_size x spatial_merge_size patches into one token.
     side = vision.patch_size * vision.spatial_merge_size
     if pixels % side or channels != vision.in_channels:
         near = max(1, round(pixels / side)) * side
         message = f"{name} needs {vision.in_channels} channels and a side that is a multiple of {side} pixels"
         message += f"; got {channels} channels and {pixels} pixels"
         raise ModelError("model-inputs", message, f"use --input image:{vision.in_channels}x{near}x{near}")
+    # A patch covers several frames of a video. The processor repeats an image for each of them.
     patches, numbers = (pixels // vision.patch_size) ** 2, channels * vision.temporal_patch_size * vision.patch_size**2
     tokens = _tokens_of_image(name, config, seq_len, patches // vision.spatial_merge_size**2)
     image = NamedInput(name="pixel_values", shape=(patches, numbers), image=(channels, pixels))

@@ -152,6 +152,7 @@ def _joins() -> dict[str, Preset]:
     dated = [(_joined(words), preset) for _, preset, words in _spellings()]
     sized = [(preset, words) for _, preset, words in _spellings() if any(map(SIZE.fullmatch, words))]
     undated = [(_joined(_undated(words)), preset) for preset, words in sized]
+    # Full names come before those without dates. A key that stands for several presets is left out.
     for pairs in (dated, undated):
         meant: dict[str, set[str]] = {}
         for key, preset in pairs:

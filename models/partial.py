@@ -52,6 +52,7 @@ def train_part(model: nn.Module, partial: PartialTraining) -> nn.Module:
         for name, parameter in names.items()
         if not partial.train or any(_matches(name, pattern) for pattern in partial.train)
     }
+    # Parameters are compared by identity: a tied weight is frozen under all of its names if it is frozen under one.
     trained -= {id(p) for name, p in names.items() if any(_matches(name, pattern) for pattern in partial.freeze)}
     for parameter in names.values():
         parameter.requires_grad_(parameter.requires_grad and id(parameter) in trained)

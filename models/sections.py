@@ -138,6 +138,7 @@ def _counts_layers(path: Path, name: str) -> bool:
 def _in_run_order(
     model: nn.Module, inputs: Inputs, lists: list[tuple[nn.ModuleList, Path]]
 ) -> list[tuple[nn.ModuleList, Path]]:
+    # The order of attributes is not the order of execution. So one forward on fake tensors records it.
     run_order: list[int] = []
     handles = [
         blocks[0].register_forward_pre_hook(lambda *_, index=index: run_order.append(index))

@@ -284,6 +284,7 @@ def _size_keywords(source: ModelSource, size: int | None) -> ModelArgs:
     if source.task == "segmentation":
         without = {} if name.startswith("lraspp") else {"aux_loss": False}
         return {"weights_backbone": None, **without}
+    # Without auxiliary heads these models return one tensor, also in training.
     if name in ("googlenet", "inception_v3"):
         return {"aux_logits": False, "init_weights": False}
     if size is not None and name.startswith("vit_"):

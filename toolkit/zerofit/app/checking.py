@@ -143,6 +143,7 @@ class CheckResult:
         the JSON that `zerofit train` passes to DeepSpeed. If zerofit only guessed the reader and the user gave a
         model, always return the JSON of `zerofit train`. Raises UserError with all problems.
         """
+        # zerofit can also train with many of the Trainer's files. If the reader is a guess, a given model decides.
         guessed = bool(self.reader.why)
         if self.reader.name in HUGGING_FACE and not (guessed and self.hardware.facts):
             return self._as_passed_to_deepspeed()
@@ -163,6 +164,7 @@ class CheckResult:
 
     def _as_passed_to_deepspeed(self) -> ResolvedConfig:
         effective = effective_config(self.document.config, catalog(), self.hardware)
+        # A value that is still "auto" may be a consequence of an error, so errors come first.
         problems = [
             Problem(kind=f.code, message=f.message, hint=f.fix, where=f"{self.file}:{f.line}:{f.column}")
             for f in self.errors
@@ -340,6 +342,7 @@ def _named_config(argument_files: Sequence[ArgumentFile]) -> tuple[str, str] | N
         if name is not None:
             next_to_file = Path(file.file).parent / name
             where = file.place(ACCELERATE_JSON if file.kind == "accelerate" else "deepspeed")
+            # The programs resolve the path against the current folder. Users often check from another one.
             return (str(next_to_file) if next_to_file.exists() and not Path(name).exists() else name), where
     return None
 

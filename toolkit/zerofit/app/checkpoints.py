@@ -195,6 +195,7 @@ class Checkpoint:
             damage = verify_foreign(foreign, Reporter(on_event).status)
             return VerifyResult(path=foreign.path, step=facts_of(foreign).step, problems=damage)
         store = store_of(self.path)
+        # `locate` would skip a damaged checkpoint, but here the damage of the newest one is the answer.
         path = self.path if store is None else store.entries()[-1].path
         manifest, _ = quick_look(path)
         damage = verify(path, Reporter(on_event).status)

@@ -166,6 +166,7 @@ def _texts(folder: RunFolder) -> Iterator[tuple[str, str]]:
     for log in sorted(folder.logs.glob("*.log")):
         with refused(log):
             yield "\n".join(line.text for line in read_log(log)), log.stem.removeprefix("rank-")
+    # Error files have the problems in zerofit's words. The logs have only the tracebacks.
     for rank, failure in folder.errors():
         problems = failure.get("problems")
         listed = problems if isinstance(problems, list) else []

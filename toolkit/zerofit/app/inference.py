@@ -161,6 +161,7 @@ def generate(
             top_p=top_p,
             seed=seed,
         )
+        # The memory is forecast on the empty model, before a weight is read. So a misfit is refused within seconds.
         needed = generation_bytes(session.empty, request, session.main)
         model, placement = session.load(needed, "a smaller --max-new-tokens,")
         device = placement.execution_device

@@ -190,6 +190,8 @@ def _composed(arguments: ArgumentFile, ranks: int | None, compared: bool) -> Ite
         yield _requested(
             f"{PARAMS}.betas", [beta1.value, beta2.value], [beta1, beta2], source=f"{beta1.source}, {beta2.source}"
         )
+    # transformers sets fp16.enabled if one of fp16 and fp16_full_eval is true (trainer_config_process). So it is
+    # certainly false only if both are known.
     for name in ("fp16", "bf16"):
         own, evaluation = (_argument(arguments, word) for word in (name, f"{name}_full_eval"))
         on = next((arg for arg in (own, evaluation) if arg and arg.value), None)

@@ -178,6 +178,7 @@ def derive() -> dict[str, object]:
     removed |= set(getattr(ds, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", ()))
     strict: set[str] = set()
     root: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    # Later entries replace earlier ones: a pydantic class has types and bounds, a default of `get` only a value.
     for path, default in sorted(reading.defaults.items()):
         _put(root, path, _of_default(default))
     for path, model in sorted(reading.models.items()):

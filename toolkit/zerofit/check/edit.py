@@ -87,8 +87,10 @@ def _apply(document: Document, edit: Edit) -> str:
     if member is None:
         return text
     if isinstance(edit, Move):
+        # Both keys exist, so moving would lose a value. The user has to choose one of them.
         if document.member(edit.to):
             return text
+        # After the assignment all positions in the text have changed, so it is parsed again before the removal.
         moved = document.reread(_set(document, Assignment(edit.to, member.value.data)))
         return _apply(moved, Removal(edit.path))
     if isinstance(edit, Renaming):

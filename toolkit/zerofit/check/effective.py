@@ -68,6 +68,8 @@ class EffectiveConfig:
 
 def effective_config(config: Mapping[str, object], catalog: Catalog, setting: TargetHardware) -> EffectiveConfig:
     """Fill in each "auto", and compare the JSON with values from flags, arguments and programs."""
+    # The JSON takes four forms, one after the other: what a program passes on, without misspelled keys, without
+    # aliases, and with "auto" filled in. Each form keeps a mapping back, so a finding names the key in the user's file.
     passed = handed_on(config) if setting.reader == "neox" else Aliases(config=config)
     key_findings = tuple(keys(passed.config, catalog, setting))
     meant = corrected(passed.config, key_findings)
@@ -174,6 +176,7 @@ def _total_batch(config: Mapping[str, object], setting: TargetHardware) -> Itera
     requested = {value.path: value.value for value in setting.requested}
     if TOTAL in requested or not (requested.get(MICRO) and requested.get(STEPS) and setting.ranks):
         return
+    # DeepSpeed's data parallel ranks are those that no other degree uses. The total counts only them.
     degrees = (
         setting.pipeline,
         get(config, "sequence_parallel_size"),

@@ -79,6 +79,7 @@ def _without_removed_optimizer(document: Document, lost: list[str]) -> Document:
     if successor is None:
         return document
     new = successor.capitalize()
+    # max_grad_norm stays: a rule of its own (rules/gradients.yaml) moves its value to gradient_clipping.
     known = {p for parameters in catalog().optimizers[new.lower()].values() for p in parameters}
     extra = [key for key in subject.section("optimizer.params") if key not in (*known, "max_grad_norm")]
     lost.append(f"optimizer {name}: replaced by {new}, without compressed communication")

@@ -53,6 +53,7 @@ def guess(config: object, *, yaml: bool = False) -> Reader:
         return Reader(
             name="neox", why="it has arguments of GPT-NeoX", note="GPT-NeoX merges files, but only this one is checked"
         )
+    # Only zerofit and the Trainer fill in "auto", and only zerofit fills in degrees.
     first = next(autos(config), None)
     degree = next((path for path in autos(config) if path in DEGREES), None)
     if degree is not None:

@@ -154,6 +154,7 @@ def fail(problems: list[Problem], code: int, as_json: bool) -> NoReturn:
             click.echo(f" also: {', '.join(other.where for other in others[:MAX_PLACES])}{unnamed}", err=True)
         if problem.hint:
             click.echo(f"  try: {problem.hint}", err=True)
+    # Programs read the last line as JSON, so an error must be an object, too, also before any result.
     if as_json:
         shown: dict[str, object] = {"error": problems[0].as_dict()}
         if len(problems) > 1:

@@ -125,6 +125,7 @@ def check(
     companions = {name: options[name] for name in ("training_args", "accelerate_config") if options[name]}
     if not files and not companions:
         raise click.UsageError("name a FILE, or pass --training-args or --accelerate-config")
+    # Without FILES the only "file" is None: the arguments of the other program name or imply the JSON.
     outputs = {name: options[name] for name in ("fix", "migrate", "explain", "resolve")}
     # --resolve prints what zerofit would pass on, or what another program would, if its arguments are given.
     reader = reader or ("zerofit" if options["resolve"] and not companions else None)

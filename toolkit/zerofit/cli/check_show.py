@@ -38,6 +38,7 @@ class UnreadFile:
 def show_findings(result: CheckResult, show_all: bool, on_stderr: bool) -> None:
     """Print a file's findings: those that stop a run, then the others."""
     console, printed = err() if on_stderr else out(), 0
+    # The limit of MAX_FINDINGS holds for both headings together. Findings that stop the run come first.
     listed = _grouped(result.findings)
     for title, stops in ((STOPS, True), (DIFFERS, False)):
         groups = [group for group in listed if (group[0].effect == "stops") == stops]

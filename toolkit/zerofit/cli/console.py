@@ -248,6 +248,7 @@ class EventConsole:
 
     def _update(self, **fields: Any) -> None:
         if self.live:
+            # The line is created with its first text. A command without statuses shows none.
             if self._main is None:
                 self._main = self._progress.add_task("", total=None, unit="", figures="", ranks="")
             self._progress.update(self._main, **fields)

@@ -102,6 +102,7 @@ def generate(ckpt: Path, prompt: str | None, chats: bool, as_json: bool, **optio
     with /exit or Ctrl-D. Exit code 0: done, 1: the model does not fit into the memory that it may use, 2: bad
     input.
     """
+    # Equal values mean that both or neither of the two were given.
     if chats == (prompt is not None):
         raise click.UsageError("use either --prompt TEXT or --chat")
     if not chats:

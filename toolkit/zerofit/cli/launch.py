@@ -106,6 +106,7 @@ def _launch(
             own["setup"] = f". {shlex.quote(str(activate))}" if activate.exists() else ""
         # The other options in `own` name hosts, which the scheduler chooses.
         values = {field.name: own.pop(field.name) for field in fields(JobFileRequest) if field.name in own}
+        # These are the defaults of the options, so what is left was given by the user.
         _refuse_unused({name: value for name, value in own.items() if value not in (None, "", False, "pdsh")})
         return write_job_file(JobFileRequest(target=target, flags=flags, **values))
     host_request = HostRequest(**{field.name: own[field.name] for field in fields(HostRequest)})

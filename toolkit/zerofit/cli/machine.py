@@ -124,6 +124,7 @@ def _calibrate(budget_s: float) -> dict[str, object]:
     from zerofit.spec.cluster import Cluster
     from zerofit.spec.local_machine import Calibration, usable_cores, write_calibration
 
+    # All devices are measured at the same time: they share memory, links and cores, as in a run.
     cluster, versions = Cluster.here(), {name: importlib.metadata.version(name) for name in VERSIONS}
     start = time.perf_counter()
     ranks, threads = cluster.gpus, max(1, usable_cores() // cluster.gpus)

@@ -84,6 +84,7 @@ class Commands(click.Group):
 
     def main(self, args: Sequence[str] | None = None, *arguments: Any, **options: Any) -> object:
         """Run the command line with safe output; under a launcher only the first rank prints."""
+        # click has not parsed anything yet, but its errors must not appear once per rank either.
         with safe_output(), ExitStack() as stack:
             world = _world(NO_SSH in _before_dashes(sys.argv if args is None else args))
             if world and world.rank:

@@ -157,6 +157,7 @@ def _option(field: str, info: FieldInfo) -> Decorator:
         extra["help"] += f" [{info.default}]"
     if kind is bool:
         return click.option(f"{name}/--no-{field.replace('_', '-')}", field, **extra)
+    # A Literal next to bool, as of activation_checkpointing, needs a switch for each word.
     if bool in get_args(kind):
         return _switches(field, get_args(get_args(kind)[1]), extra)
     if get_origin(kind) is tuple:

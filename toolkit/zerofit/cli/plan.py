@@ -190,6 +190,7 @@ def plan(ctx: click.Context, model: str | None, as_json: bool, **options: Any) -
 
 def refuse_unread(ctx: click.Context) -> None:
     """Show the given options that the answer does not use, and exit."""
+    # Only options on the command line count. A default must not make the command fail.
     mode = next((name for name in UNREAD if ctx.params[name]), None)
     unread, problems = UNREAD[mode] if mode else ("rollout",), Problems()
     for parameter in ctx.command.params:

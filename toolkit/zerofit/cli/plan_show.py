@@ -64,6 +64,7 @@ def show(plan: Plan, mesh: bool, details: bool, columns: Sequence[str] = ()) -> 
             rows = [{name: row.get(name, "-") for name in keep} for row in rows]
         table = fitting_table(console, rows, RIGHT, keep, "layout", styles)
         console.print(table)
+        # The table decides by the width of the console which columns it leaves out, so its columns are read back.
         printed = {str(column.header) for column in table.columns}
         left_out = [name for name in keep if name not in printed and any(row.get(name, "-") != "-" for row in rows)]
         console.print()

@@ -84,6 +84,7 @@ class SafeStream:
 @contextmanager
 def safe_output() -> Iterator[None]:
     """Make both standard streams safe within the block."""
+    # A style counts only within this block. So text that a program reads has no escape sequences.
     former: object = sys.stdout, sys.stderr
     safe: object = SafeStream(sys.stdout), SafeStream(sys.stderr)
     sys.stdout, sys.stderr = safe

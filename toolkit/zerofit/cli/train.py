@@ -100,6 +100,7 @@ def _default_job(runs: Path) -> tuple[dict[str, object], str]:
     """
     # A run folder stores the content of ds_config, not its name.
     own = {name: value for name, value in DEFAULT_JOB.items() if name != "ds_config"}
+    # Only the newest run of this kind decides: an older unfinished one was given up.
     for path in sorted(runs.glob("*/run.json"), key=lambda file: -file.stat().st_mtime):
         folder = RunFolder(path.parent)
         try:

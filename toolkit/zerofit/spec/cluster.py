@@ -90,6 +90,7 @@ class Cluster:
         gpus = nvidia_gpus() or amd_gpus()
         if not gpus:
             return cls("cpu")
+        # All ranks run in step, so a machine with different GPUs is described by one kind: its first.
         name, total_bytes = gpus[0]
         device = by_name(name, total_bytes)
         if device is None:

@@ -130,6 +130,8 @@ class YamlTree:
         except (ValueError, OverflowError, KeyError, IndexError, AttributeError, TypeError) as error:
             if isinstance(error, Unreadable):
                 raise
+            # PyYAML's constructors raise plain Python errors, without a place. `_current` is the node that they were
+            # reading.
             at = self._current or node
             shown = f"{at.value[:40]!r}" if isinstance(at, yaml.ScalarNode) else "this"
             kind = at.tag.rpartition(":")[2]

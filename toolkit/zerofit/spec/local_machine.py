@@ -172,6 +172,7 @@ def _ask_nvidia(*fields: str) -> list[list[str]]:
         message = f"{program} does not answer: {error}"
         hint = "look for the driver's errors with `dmesg`, or say which GPUs there are with --gpu and --gpus"
         raise UserError(Problem(kind="gpu", message=message, hint=hint)) from None
+    # Only the first field, a name, may contain commas, so lines are split from the right.
     rows = [[value.strip() for value in line.rsplit(",", len(fields) - 1)] for line in done.stdout.splitlines()]
     return [row for row in rows if len(row) == len(fields)]
 
@@ -198,6 +199,8 @@ def libaio() -> dict[str, bool]:
         return subprocess.run(argv, input=program.encode(), capture_output=True, check=False).returncode == 0
 
     with tempfile.TemporaryDirectory() as folder:
+        # The program is linked, not only compiled: packages such as libaio1 have the library without its development
+        # files.
         main = 'extern "C" int io_submit(); int main() { return io_submit(); }'
         library = accepts(main, "-o", f"{folder}/program", *libraries, "-laio")
     return {"header": accepts("#include <libaio.h>", "-fsyntax-only"), "library": library}

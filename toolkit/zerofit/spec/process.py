@@ -99,6 +99,8 @@ def deepspeed_quiet() -> Iterator[None]:
     """Keep DeepSpeed from printing on import that there is no GPU."""
     import torch
 
+    # DeepSpeed chooses its accelerator on import, and prints a warning if it falls back to the CPU. With the variable
+    # it does not have to guess.
     is_quiet = "DS_ACCELERATOR" in os.environ or torch.cuda.is_available()
     if not is_quiet:
         os.environ["DS_ACCELERATOR"] = "cpu"

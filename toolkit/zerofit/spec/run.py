@@ -441,6 +441,7 @@ def load_run(file: Path | None, flags: Mapping[str, object], trust_model_code: b
     run = _checked_run(values, places, faults, name_flags=True)
     if file:
         _refuse_foreign_code(file, run, flags, trust_model_code)
+    # A null in a file means that zerofit chooses the value, so it counts as not given.
     return RunRequest(run=run, places={k: p for k, p in places.items() if k in flags or values[k] is not None})
 
 

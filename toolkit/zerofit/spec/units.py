@@ -70,6 +70,7 @@ def shown_bytes(value: float, unit_of: float | None = None) -> str:
         if abs(scale) < 999.5 or unit == "TiB":
             break
         value, scale = value / 1024, scale / 1024
+    # The limits are half a last digit below 100, 10 and 1000, so that rounding does not add a digit.
     digits = 0 if unit == "B" or abs(value) >= 99.95 else 2 if abs(value) < 9.995 else 1
     return f"{value:.{digits}f} {unit}"
 

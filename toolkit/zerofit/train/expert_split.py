@@ -216,6 +216,7 @@ class RouterBalance:
             counts = torch.stack(tokens).sum(0)
             dist.all_reduce(counts, group=self._group)
             loads = counts / counts.mean(1, keepdim=True)
+            # One reduction serves both: the smallest load is the negative of the largest negative load.
             extremes = torch.stack([loads.max(), -loads.min()])
             dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
             figures |= {"expert_load_most": extremes[0], "expert_load_least": -extremes[1]}

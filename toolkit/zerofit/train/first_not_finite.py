@@ -186,6 +186,7 @@ class FirstNotFinite(TorchDispatchMode):
 
     def _earlier_origin(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Origin | None:
         """Return the origin of an op's first input that is not finite; None if all are finite."""
+        # An in-place op has already overwritten its input, so only the recorded origin tells what the input was.
         written = {_key(output) for output in outputs}
         for tensor in inputs:
             if not tensor.is_floating_point():

@@ -201,6 +201,8 @@ def head_loss(model: Any, chunk: int | None, *, inside: bool) -> HeadLoss | None
     if chunk is None or getattr(getattr(model, "config", None), "model_type", None) not in PLAIN_HEAD_TYPES:
         return None
     head = model.get_output_embeddings()
+    # The chunked loss multiplies by the matrix itself. A subclass may compute more, such as adapters or a split
+    # vocabulary.
     if type(head) is not nn.Linear or head.bias is not None:
         return None
     loss = HeadLoss(head, chunk)

@@ -42,6 +42,7 @@ def measured_shares(job: Job, trainer: ZeroTrainer, data: Data) -> RankShares:
     The result is the same on all ranks. Weights, statistics and random states stay unchanged.
     """
     batch, speed = job.batch, _samples_per_s(job, trainer, data)
+    # Each rank adds its own speed to zeros, so the sum has the speeds of all ranks.
     speeds = torch.zeros(batch.dp, dtype=torch.float64, device=trainer.device)
     speeds[trainer.coords.dp_rank] = speed
     dist.all_reduce(speeds)

@@ -215,6 +215,7 @@ class Saver:
     def _make_staging(self, staging: Path) -> Problem | None:
         """Make the staging folder. Return a problem if there is too little space on the disk."""
         self._folder.checkpoints.mkdir(exist_ok=True)
+        # The last checkpoint shows the size best. Before the first save there is only an estimate.
         sizes = [entry.manifest.total_bytes for entry in self._store.entries() if entry.manifest]
         needed = sizes[-1] if sizes else expected_bytes(self._job)
         free = shutil.disk_usage(self._folder.checkpoints).free

@@ -81,6 +81,7 @@ def _named(trainer: EngineTrainer, engine: Engine, shards: Iterable[ParamShard])
 def _engine_index(trainer: EngineTrainer, engine: Engine, tag: str) -> dict[str, object]:
     names, own_file = trainer.state_names(engine), f"ranks/rank-{dist.get_rank():05}.pt"
     if trainer.job.run.partial:
+        # Frozen weights are not saved, so the index must not promise them.
         names = names.only({id(p) for p in engine.module.parameters() if p.requires_grad})
     index = {
         "unsupported": None,

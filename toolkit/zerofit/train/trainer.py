@@ -161,6 +161,8 @@ class EngineTrainer(ABC):
         torch.set_rng_state(state["torch"])
         if state["cuda"] is not None:
             torch.cuda.set_rng_state(state["cuda"].cpu(), self.device)
+        # 3 is the version of Python's format. The states were saved as tensors and numbers, which load without pickled
+        # classes.
         random.setstate((3, tuple(state["python"]), state["python_gauss"]))
         np.random.set_state(("MT19937", state["numpy"].numpy().astype(np.uint32), *state["numpy_rest"]))
         for name, generator in self.generators().items():

@@ -246,6 +246,7 @@ def filled(hosts: Sequence[Host], ranks: int) -> tuple[Host, ...]:
     for host in hosts:
         slots = min(missing, host.slots)
         if slots:
+            # None stands for the first devices of the host, whatever their number.
             devices = None if host.devices is None else host.devices[:slots]
             used.append(Host(host.name, slots, devices))
         missing -= slots

@@ -115,6 +115,7 @@ def _prepare_slurm(
     names = ("time", "partition", "account", "save_s", "setup")
     slurm_options = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     flags = _words(options) + ([f"--max-restarts={options.max_restarts}"] if options.max_restarts else [])
+    # Job files are often shared. So secrets are in another file, which only the owner can read.
     env_file = file.absolute().with_name(f"{file.name}.env") if secret else None
     job = SlurmJob(
         **common,

@@ -103,4 +103,5 @@ def _start(
         with started(folder, argv, env, "/", handle_signals=handle_signals) as process:
             process.wait()
     finally:
+        # The launcher's session is gone, but a rank's children may have left it. The run id finds them, too.
         end_all(spec.run_id)

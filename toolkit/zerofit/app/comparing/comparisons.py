@@ -83,6 +83,7 @@ def compare_strategies(
     question = {"strategies": [strategy.name for strategy in chosen]}
     runner = _RowRunner(setup, "strategies", job, question, anyway)
     rows = [runner.strategy_row(strategy.name, strategy, job) for strategy in chosen]
+    # The facts on the page name these settings only if they were used.
     unequal = [name for name in ("slow", "straggle", "target") if getattr(job, name)]
     rows = with_speedups(rows, lambda row, base: base.strategy == "single")
     about = _about(job, *STEPPED, *unequal)
@@ -272,6 +273,7 @@ def _check_sizes(
         if per_rank and size % per_rank:
             message = f"{size} samples per step is not a multiple of --per-rank {per_rank}"
             problems.add("batch-size", message, f"use {per_rank}, {2 * per_rank}, ...", "--sizes")
+    # Runs of different sizes have different numbers of ranks. All of them must be able to share the last batch size.
     if finish and finish[0] % math.lcm(*ranks.values()):
         message = f"--finish: {finish[0]} samples cannot be split evenly over {max(ranks.values())} ranks"
         problems.add("batch-size", message, f"use a multiple of {math.lcm(*ranks.values())}", "--finish")

@@ -59,6 +59,7 @@ class ComparisonSetup:
         job = self._job(fields, settings)
         self._check_size(job, batch_option)
         _check_paces(job, problems)
+        # The data is opened only for a run without other problems, since this can take minutes.
         source_and_task = problems.attempt(lambda: find_model(request))
         if request.run.partial:
             message = "comparisons do not support adapters or frozen weights"

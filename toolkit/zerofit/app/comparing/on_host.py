@@ -43,6 +43,7 @@ def main() -> NoReturn:
     interface = interface_to(forwarded["MASTER_ADDR"])
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if interface else ():
         os.environ.setdefault(name, str(interface))
+    # ssh closes standard input when the asking command ends. Without this thread the rank would go on alone.
     threading.Thread(target=_end_with_input, daemon=True).start()
     from zerofit.compare.worker import measure
 

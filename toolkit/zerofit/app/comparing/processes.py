@@ -81,6 +81,7 @@ _SERVER: ContextVar[RankServer | None] = ContextVar("server", default=None)
 @contextmanager
 def one_server() -> Iterator[None]:
     """Fork all ranks that start in this block from one process. Nested blocks share it."""
+    # A process that has imported torch once forks each rank in milliseconds instead of seconds.
     if _SERVER.get() is not None:
         yield
         return

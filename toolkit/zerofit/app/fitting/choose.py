@@ -92,6 +92,8 @@ class FitSearch:
         near = [option for option in fitting if option.samples_per_s >= least]
 
         def complexity(option: LayoutOption) -> tuple[float, ...]:
+            # Simple means: no offload first, then small degrees besides data parallelism, then no recomputation, then a
+            # low stage. Among equally simple options the fastest counts.
             offloads, degrees, checkpointing, stage, overlap, *_ = plain(option.layout)
             savings = len(option.savings.fields)
             return (offloads, degrees, checkpointing, stage, savings, overlap, -option.samples_per_s)

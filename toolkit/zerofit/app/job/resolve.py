@@ -119,6 +119,8 @@ def resolve_job(
     report, problems = report or Reporter(), Problems() if problems is None else problems
     local, machine = machine is None, machine or this_machine()
     request = with_stages(with_local_model(from_saved(request), report), machine.devices, report)
+    # The order follows what each step needs: the layout needs the JSON, the facts need the model and the data. Rates
+    # need the steps, and the final JSON needs all of them.
     source, task, document, decision = _decide(
         request, machine, problems, local=local, check_task=check_task, model=model
     )

@@ -82,6 +82,7 @@ def traced_step_s(job: Job, inputs: Inputs, cluster: Cluster, report: Reporter) 
 
     Return None if no rate or formula describes the step, or if the model cannot be traced.
     """
+    # CPUs differ too much for a catalog's rates. Their step times are forecast only after `zerofit calibrate`.
     if cluster.on_cpu and read_calibration(cluster.device.kind) is None:
         return None
     wanted = ProfileRequest.of_job(job, cluster.accelerator, input_option(inputs))

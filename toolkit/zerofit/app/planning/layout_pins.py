@@ -221,6 +221,7 @@ def refuse_impossible(
     if entry and entry.states.factored and stage:
         message = f"--optimizer {entry.name} needs full matrices (states per row and column); ZeRO {stage} splits them"
         problems.add("combination", message, "use --zero-stage 0", "--optimizer, --zero-stage")
+    # Only a pinned optimizer can contradict. Otherwise the search offloads it together with the parameters.
     if params != "none" and optimizer == "none" and "offload_optimizer" in knobs:
         message = f"offloading parameters to {params} needs the optimizer offloaded too, but it stays on the device"
         problems.add("combination", message, "also offload the optimizer", "--offload, --offload-param")

@@ -76,6 +76,7 @@ def accelerate_config(layout: PlannedLayout, cluster: Cluster) -> dict[str, obje
 
     Source of the names: commands/config/config_args.py of Accelerate.
     """
+    # Without replicas Accelerate shards over all ranks by default, so the section is only written for hybrid sharding.
     sizes = {"dp_replicate_size": layout.replicas, "dp_shard_size": layout.shard_ranks}
     hybrid = {"parallelism_config": {f"parallelism_config_{name}": size for name, size in sizes.items()}}
     return {

@@ -206,6 +206,7 @@ class Plan:
         For a layout of FSDP2, write accelerate.yaml. For a layout of torchtitan, write torchtitan.sh, which starts the
         training. Raises UserError if nothing fits, a file exists, or the folder is not writable.
         """
+        # `chosen` is not always the first layout: it is the simplest one that simulations have not ruled out.
         number = self.chosen
         if number is None:
             message = "no layout fits, so there is nothing to write"

@@ -152,6 +152,7 @@ def _trace_or_refuse(wanted: ProfileRequest, report: Reporter) -> Profile:
     try:
         return _trace(wanted, report)
     except ModuleNotFoundError as error:
+        # An install without torch can plan models with shipped profiles. Only a trace needs the extra.
         missing = missing_extra(error)
         if missing is None:
             raise

@@ -337,6 +337,7 @@ class _Planner:
                 name = f"colocate, sleep level {self.settings.sleep_level}" if sleeps else "colocate, always awake"
                 yield from self._best(name, self.cluster, replace(self.settings, vllm_enable_sleep_mode=sleeps))
         if self.settings.vllm_mode != "colocate" and self.cluster.nodes == 1 and self.cluster.gpus > 1:
+            # vLLM's server gets whole engines. One, two and four of them are tried, and the best split counts.
             step = self.settings.vllm_tensor_parallel_size
             sizes = [gpus for gpus in (step, 2 * step, 4 * step) if gpus < self.cluster.gpus]
             if self.settings.server_gpus:

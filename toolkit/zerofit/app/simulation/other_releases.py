@@ -63,6 +63,7 @@ def rerun_with(releases: Mapping[str, str], places: Mapping[str, str], report: R
     problems.raise_if_any()
     if missing:
         python = python_with(missing, report, where=" ".join(places[name] for name in missing))
+        # The process is replaced, so the exit code and the output are those of the new command.
         os.execv(python, [str(python), "-P", "-m", "zerofit.cli", *sys.argv[1:]])
 
 
@@ -73,6 +74,7 @@ def python_with(releases: Mapping[str, str], report: Reporter, *, where: str = "
     packages require. `where`: the flag that an error names. Raises UserError if pip cannot install them.
     """
     named = [f"{name}=={version}" for name, version in sorted(releases.items())]
+    # The new environment sees this one's packages through a .pth file. Only what differs is installed.
     below = [path for path in (*site.getsitepackages(), site.getusersitepackages()) if os.path.isdir(path)]
     key = hashlib.sha256("\n".join([sys.version, *below]).encode()).hexdigest()[:8]
     folder = cache_root() / "releases" / "-".join([*named, key])

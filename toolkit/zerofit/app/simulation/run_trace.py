@@ -61,6 +61,7 @@ def simulated_memory(timeline: StepTimeline, stage: int, points: tuple[MemoryPoi
     for name in STEPS:
         mine = [of for phase, of in phases if phase == name]
         times = [(min(s.start_s for s in of), max(s.end_s for s in of)) for phase, of in drawn if phase == name]
+        # Either side may have more phases of a name. The last ones of both belong together.
         for moments, (start_s, end_s) in zip(mine[-len(times) :], times[-len(mine) :], strict=True):
             for n, point in enumerate(moments):
                 yield MemorySample(stage, start_s + n / len(moments) * (end_s - start_s), point.bytes)

@@ -164,6 +164,7 @@ class KnobSimulations:
         rows = [row for row in tried if row]
         if not any(row.fits for row in rows):
             speed = {row.change: row.slowdown for row in rows if row.slowdown is not None}
+            # Changes are combined from the one that costs least speed on. A change without a forecast comes last.
             cheapest = sorted((knob for knob, _ in offered), key=lambda knob: speed.get(knob.change, math.inf))
             rows += self._combined([knob for knob in cheapest if knob.combines], report)
         return in_order(rows)

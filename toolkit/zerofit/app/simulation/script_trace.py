@@ -116,6 +116,7 @@ class _Clocks:
             self._issue(work, work.count * self._usual.hook_s)
         elif work.kind in (HOST_STEP, ON_HOST):
             kind, moved = (work.kernel.kind, work.kernel.moved_bytes.fixed) if work.kernel else (STEP, work.bytes)
+            # All ranks of the host step at the same time, and share its memory bandwidth.
             seconds = moved * self.cluster.gpus / self._usual.host
             self._span(work, "host", kind, self.host_s, seconds)
             self.host_s += seconds

@@ -175,6 +175,7 @@ def _heaviest(
     heavier_targets = [replace(target, rank=first.heavier_rank) for target in targets]
     heavier_records = simulate_all(heavier_targets, report.status)
     heavier = heavier_records[0]
+    # Which rank is heavier was estimated from one rank. Only the simulation of the other one decides.
     if isinstance(heavier, RankRecord) and heavier.needs > first.needs:
         return heavier_targets, heavier_records
     return targets, records

@@ -182,6 +182,7 @@ def _with_save(rank: SimulatedRank, saved_bytes: int, on_cpu: bool) -> Simulated
     if not on_cpu:
         host = {**record.host_phases, SAVE: record.host_phases["step"] + saved_bytes}
         return replace(rank, record=replace(record, host_phases=host))
+    # On a CPU the copies for a save share the memory of the training, and may set its peak.
     last = record.phases[-1]
     total = last.end_bytes + saved_bytes
     figures = {"start_bytes": last.end_bytes, "peak_bytes": total, "end_bytes": total}

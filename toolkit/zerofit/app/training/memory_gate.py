@@ -147,6 +147,7 @@ class MemoryGate:
         job = resolved.job
         ranks, needed = job.layout.world_size, least_bytes(job)
         free = _usable_bytes(job, hosts, on_cpu=resolved.machine.accelerator == "cpu")
+        # An unchecked host may have any amount of free memory, so the total proves nothing.
         some_unknown = sum(len(host.ranks) for host in hosts) < ranks
         if some_unknown or needed <= free:
             return None

@@ -196,6 +196,7 @@ def find_start(job: Job, folder: RunFolder, report: Reporter) -> Start | None:
     resume = job.run.resume
     if resume == "never" or (resume == "auto" and not folder.plan.exists()):
         return None
+    # The folder may have another run. It must not be continued, or overwritten, by accident.
     if resume == "auto":
         with refused(folder.run):
             former = read_json(folder.run)
@@ -235,6 +236,7 @@ def _named_checkpoint(path: Path, report: Reporter) -> CheckpointEntry:
         entry = _newest(path, report)
         if entry:
             return entry
+    # A named checkpoint must be complete: falling back to an older one would surprise whoever named it.
     manifest, _ = quick_look(path)
     damage = verify(path, report.status)
     if damage or manifest is None:

@@ -204,5 +204,6 @@ class Session:
         if model is None and find_model(self._run_request)[1] == "gan":
             problems.add("model-task", f"{run.model} trains two engines", "use `zerofit.train`", "model")
         problems.raise_if_any()
+        # A model object cannot be built again from a name. run.json names its class for people.
         request = self._run_request.updated(ranks=world)
         return request if model is None else request.updated(model=f"{type(model).__module__}:{type(model).__name__}")

@@ -115,6 +115,7 @@ def claim(
     gate = stack.enter_context(closing(MemoryGate(report, anyway=anyway, hosts=hosts or None)))
     fitter = partial(fitted, report=report, gate=gate, anyway=anyway, machine=machine, hosts=hosts)
     prepared = prepare(request, report, machine, CommandLock(stack, report.status), gate=gate, fitter=fitter)
+    # A complete run keeps its result and its logs, which `make_ready` would remove.
     finished = finished_before(prepared.job, prepared.folder)
     if finished:
         report.note(f"all {prepared.job.steps} steps of this run are done; a larger --steps continues it")

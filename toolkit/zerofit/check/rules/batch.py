@@ -80,6 +80,7 @@ def _identity(total: int, micro: int, steps: int, dp: int | None) -> Finding:
     """Return the finding about a total that is not the product of the known sizes."""
     product = (micro or 1) * (steps or 1) * (dp or 1)
     complete = micro and steps and dp
+    # With a factor unknown, any multiple of the known ones is possible. The nearest one changes the total least.
     nearest = product if complete else max(product, round(total / product) * product)
     factors = [f"micro batch {micro}" if micro else "", f"gradient accumulation steps {steps}" if steps else ""]
     factors.append(f"data parallel degree {dp}" if dp else "")
