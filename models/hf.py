@@ -151,6 +151,8 @@ def _pretrained(source: ModelSource, config: PreTrainedConfig, stored: Stored, k
     loaded, if another tensor has a wrong shape, or if another tensor of an image model is missing. For other tasks,
     missing tensors are not refused here; they are random.
     """
+    # from_pretrained reads each tensor in float32, and `_stored_as_read` casts and moves it before the next one is
+    # read. It silently draws missing weights, so the loading info is checked afterwards: only a new head may be random.
     quantized = source_config(source).get(QUANTIZED)
     if quantized:  # by one of the methods in DEQUANTIZED (`source_of`)
         config.quantization_config = {**quantized, "dequantize": True}

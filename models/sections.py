@@ -48,6 +48,8 @@ class ModelSection:
 @contextmanager
 def watched(sections: list[ModelSection], begin: Mark) -> Iterator[None]:
     """Inside this context, `begin(index, inputs)` is called when a section of a forward begins."""
+    # Hooks on the first module of each section report where a forward is. Recomputation in backward also runs the
+    # hooks.
     inside: set[int] = set()  # running checkpoints, whose inner forwards must not begin a section again
 
     def before(index: int, module: nn.Module, args: object, kwargs: object) -> None:

@@ -248,6 +248,8 @@ def check(
     >>> '"zero_optimization"' in result.fixed()
     True
     """
+    # The findings depend on the program that reads the file, on the hardware, and on values given elsewhere. These are
+    # collected first, and `find_all` then judges the JSON with all of them.
     argument_files = [
         read_arguments(given, accelerate=accelerate)
         for given, accelerate in ((accelerate_config, True), (training_args, False))

@@ -84,6 +84,8 @@ def read_adapters(folder: Path, trust_model_code: bool = False) -> TrainedPart:
         raise _unreadable(folder, f"has {config.peft_type} adapters, not LoRA", MERGE)
     if unmerged := next((key for key in UNMERGED if getattr(config, key, None)), None):
         raise _unreadable(folder, f"has adapters with {unmerged}, which zerofit does not merge", MERGE)
+    # The base model is built without memory and gets adapters, as peft would do it. So all names are known and compared
+    # with the file before any weight is read.
     config.inference_mode = False  # otherwise peft would freeze the adapters
     # A copy would double these weights and rename them. Here the modules are trained in place instead.
     trained, config.modules_to_save = config.modules_to_save or [], None  # peft would copy these modules

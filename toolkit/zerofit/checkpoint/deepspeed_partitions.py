@@ -160,6 +160,8 @@ def _global_name(local: str, dp: int, state: dict[str, Any]) -> str:
 
 def add_stage_three(files: DeepSpeedFiles, mp: int, parts: Parts) -> None:
     """Add the parameters of stage 3: each rank has an equal part of each, in sub-groups."""
+    # Stage 3 splits every parameter over all ranks, not the flat group as a whole. A rank's flat tensor has its shares
+    # one after another, cut into sub-groups of whole parameters.
     state = files.model(mp)[1]
     shapes = {name: tuple(shape) for group in flat_groups(state) for name, shape in group.items()}
     parts.ties |= state.get("shared_params") or {}

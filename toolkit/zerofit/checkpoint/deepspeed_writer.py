@@ -193,6 +193,7 @@ def _partition(writer: _TargetWriter, rank: int, release: str) -> dict[str, obje
     """Return a rank's optimizer state at stages 1 and 2 (runtime/zero/stage_1_and_2.py)."""
     from deepspeed.utils.tensor_fragment import fragment_address
 
+    # A group's parameters follow one another in one flat tensor, of which each rank has an equal, consecutive part.
     ranks, masters, paddings, states, mappings = writer.target.ranks, [], [], {}, []
     for number, group in enumerate(writer.groups):
         total = sum(writer.state.numel(name) for name in group.names)

@@ -102,6 +102,8 @@ def export(
         return export_foreign(found, out, dtype, max_shard_bytes, report=report)
     if is_adapters(checkpoint):
         return _write(_exported_adapters(checkpoint, dtype, trust_model_code), out, max_shard_bytes, report)
+    # The model is built on meta: its state_dict has the names, the order and the ties that the files need. The numbers
+    # come from the checkpoint, tensor by tensor.
     manifest = manifest_of(checkpoint)
     wanted: Precision = dtype or manifest.job.precision
     state = full_model(checkpoint)

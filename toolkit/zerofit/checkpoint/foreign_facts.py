@@ -260,6 +260,8 @@ def _distributed_damage(folder: Path) -> list[Damage]:
         stored = safe_load.load_metadata(file).storage_data
     except UserError as error:
         return [replace(damage, file=METADATA) for damage in _damage_of(error, folder)]
+    # The metadata has the place of each tensor. So a cut file shows by its size, and a changed one by a chunk's
+    # checksum.
     damage: dict[str, Damage] = {}
     for key, where in stored.items():
         path, name = folder / where.relative_path, where.relative_path

@@ -287,6 +287,8 @@ def state_dict_index(found: Foreign, run: Run | None = None) -> RankIndex:
     model of `run` or, without a run, of the model of config.json. If this model lacks a name, a torch file's own order
     is used.
     """
+    # The weights' names come from their files, the states' order from the model. `_groups` matches both by their
+    # shapes.
     root = found.root
     saved, notes = _StateDict(), []
     for file in state_dict_files(found):

@@ -236,6 +236,7 @@ def _filled(
     run: Run, merged: Mapping[str, Any], config: Mapping[str, Any], layout: Layout, batch: Batch, kind: Kind
 ) -> Run:
     """Return the run with all fields filled in that do not depend on the data."""
+    # Values that the data decides, such as the learning rate, stay None here. `with_recipe` fills them in.
     offload = get(config, "zero_optimization.offload_optimizer.device", "none")
     optimizer = merged.get("optimizer", usual_optimizer(kind in CNNS, offload))
     offloaded = run.activation_offload or get(config, "activation_checkpointing.cpu_checkpointing") is True

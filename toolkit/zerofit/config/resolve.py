@@ -94,6 +94,7 @@ def resolve(
     problems: Problems,
 ) -> dict[str, Any]:
     """Return the plain DeepSpeed JSON of a run. An "auto" that stays is a problem."""
+    # The result has plain values only: what is decided replaces "auto" and adds missing keys. All other keys stay.
     resolved = copy.deepcopy(dict(config))
     for path in NULLABLE:  # DeepSpeed reads null as a missing object
         if get(resolved, path) is None:

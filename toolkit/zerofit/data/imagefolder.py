@@ -70,6 +70,8 @@ def open_imagefolder(name: str, run: Run, task: Task, progress: Reporter) -> Dat
         message = f"--data imagefolder: {root} {what}"
         hint = "use imagefolder:PATH with PATH/CLASS/*.jpg or PATH/train/CLASS/*.jpg"
         raise UserError(Problem(kind="data-missing", message=message, hint=hint, where="--data"))
+    # Files are decoded once before training. A broken image is then an error at the start, not in the middle of an
+    # epoch.
     folders = split_folders(root)
     classes = _class_names(folders[0])
     files = [_image_files(root, folder, classes) for folder in folders]

@@ -133,6 +133,8 @@ def open_labelled(name: str, run: Run, task: Task, seq_len: int, known: Sequence
     classes of the data, their order is kept. Raises UserError for bad rows (up to 20), and for too few or too many
     classes.
     """
+    # The files have class numbers in the order of their first rows. `order` maps them to the ids of this model. So a
+    # fine-tuned classifier with another order of classes can use the same files.
     source, tokenizer = open_rows(name), open_tokenizer(run.tokenizer)
     fields = fields_of(run, task, source)
     encoder = LabelledEncoder(tokenizer=tokenizer, task=task, length=seq_len, target_length=run.target_len or seq_len)

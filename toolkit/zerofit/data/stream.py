@@ -239,6 +239,7 @@ def open_stream(run: Run, argument: str, tokenizer: Tokenizer, seq_len: int) -> 
         hint = f"set --text-field: {nearest(run.text_field, columns or [])}"
         message = f"--data hf:{argument} has {what}"
         raise UserError(Problem(kind="text-field", message=message, hint=hint, where="--text-field"))
+    # A block has complete windows only, so that no sample needs two blocks.
     windows = max(1, BLOCK_TOKENS // seq_len)
     key = text_digest(_content(argument), run.text_field, tokenizer.identity, FORMAT, str(windows), str(seq_len))
     stream = TokenStream(

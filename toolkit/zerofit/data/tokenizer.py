@@ -87,6 +87,7 @@ def _bytes_tokenizer() -> Tokenizer:
 
 def _transformers_tokenizer(name: str) -> Tokenizer:
     """Open a transformers tokenizer that has a vocabulary and an end token. Raises UserError."""
+    # transformers opens a folder without a vocabulary as an empty tokenizer, and does not raise an error.
     loaded = load_transformers(name)
     vocab = loaded.get_vocab()
     if set(vocab.values()) <= {*loaded.all_special_ids, *loaded.added_tokens_decoder}:  # no file was found

@@ -78,6 +78,8 @@ def preflight(hosts: Sequence[Host], request: PreflightRequest) -> Preflight:
 
 
 async def _preflight(hosts: Sequence[Host], request: PreflightRequest) -> Preflight:
+    # All hosts answer at the same time, so the preflight takes as long as the slowest host. Its steps depend on each
+    # other: facts, then marks in the run folder, then connections to the first host.
     names = [host.name for host in hosts]
     with ExitStack() as stack:
         question: dict[str, object] = {

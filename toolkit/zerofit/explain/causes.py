@@ -204,6 +204,7 @@ def _on_cpu(evidence: LogEvidence) -> Cause | None:
 
 
 def _in_phase(evidence: LogEvidence) -> Cause | None:
+    # The phase alone names a cause only for the first steps. A leak, or a failure after equal steps, comes first.
     progress, phase = evidence.progress, evidence.phase
     shown = _filled(evidence.shortage)
     if leak := progress.leak:

@@ -58,6 +58,8 @@ _IN_PHASE = {
 
 def explain_snapshot(path: Path) -> Explanation:
     """Return why memory ran out, or what fills it at its peak. Raises OSError or Unreadable."""
+    # A snapshot has what is alive at the end, and the last events. The moment to explain may lie before the end. So
+    # `alive` goes back from the end through the events.
     snapshot = read_snapshot(path)
     alive = snapshot.alive()
     kinds, lines = _by_kind_and_line(alive)

@@ -89,6 +89,7 @@ def given_world(env: Mapping[str, str]) -> World | None:
     Also returns None for a Slurm step of one task, and for the variables of a single pod. Raises UserError with
     everything that is missing or contradictory.
     """
+    # Every launcher sets other variables, and some sets are incomplete. All faults are collected before an error.
     names = next((names for names in NAMES if _is_given(names, env)), None)
     if names is None:
         return None
@@ -180,6 +181,7 @@ def hosts_of(members: Sequence[Member], on_gpus: bool) -> tuple[Host, ...]:
     UserError if ranks are distributed round-robin over hosts, if software differs, or if a rank sees fewer GPUs
     than its host has ranks.
     """
+    # Host names do not tell hosts apart: containers may share a name. Local rank 0 begins a host.
     problems, hosts = Problems(), list[list[Member]]()
     for rank, member in enumerate(members):
         if member.local_rank == 0:

@@ -80,6 +80,7 @@ def start_engine(job: Job, model: nn.Module, steps: int, **options: Any) -> Any:
         _count_slices()
     if job.precision == "fp16" and job.layout.zero_stage == 0:
         _scale_losses()
+    # All patches of DeepSpeed above have to be in place before `initialize`, which already calls the patched functions.
     options["optimizer"] = own_optimizer(job.ds_config, groups, accelerator().device_name() == "cpu")
     engine: Any = deepspeed.initialize(model=model, model_parameters=groups, config=job.ds_config, **options)[0]
     check_attributes(engine)

@@ -104,6 +104,8 @@ class MetricsRecorder:
         if not self._block:
             return
         block, self._block = self._block, []
+        # One reduction exchanges everything about a block of steps: losses, times, stop requests and memory. A
+        # reduction in each step would make the host wait for the device.
         losses = torch.stack([s.losses for s in block]).mean(1).to(self._device)
         issued = sum(s.seconds for s in block)
         times = losses.new_tensor([s.seconds * self._stretch for s in block])

@@ -303,6 +303,8 @@ def _build_stage(
 
     Layers of other stages are on the meta device.
     """
+    # The model is built twice. The first one, without memory, shows its layers and so the bounds of the stages. The
+    # second one has only the weights of this rank's stage. They equal those of the whole model.
     run, layout, shape = job.run, job.layout, build_on_meta(job, inputs)
     layers = as_layers(shape)
     stack = layer_facts(layers)

@@ -170,6 +170,7 @@ def _check_run(options: JobFileRequest, problems: Problems) -> None:
     # A pod sees other files than this machine: those of its image and of the claim's volume.
     if options.kubernetes and is_run_file(options.target) and not Path(options.target).exists():
         return  # the path is on the claim's volume
+    # A job may wait for days in a queue. So whatever this machine can judge is checked before the file is written.
     request = read_request(options.target, options.flags, options.trust_model_code)
     run, ranks = request.run, (options.nodes or 0) * (options.slots or 0)
     if ranks and run.ranks and run.ranks > ranks:

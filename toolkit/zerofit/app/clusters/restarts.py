@@ -98,6 +98,7 @@ class RestartingRun:
         raise AssertionError("the last attempt must return or raise")
 
     def _start(self, attempt: int, lock: CommandLock) -> TrainingResult:
+        # The command listens before it examines the hosts, because the examination tests the way back to this port.
         with closing(Watch(listening_address(self.hosts, self.options))) as watch:
             try:
                 examined = self._ready(watch.port)

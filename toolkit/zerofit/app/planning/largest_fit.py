@@ -169,6 +169,7 @@ def remedies_of(setup: SearchSetup, cluster: Cluster) -> list[str]:
 
 
 def _longest_sequence(setup: SearchSetup, cluster: Cluster, report: Reporter) -> tuple[SearchSetup, LargestFit]:
+    # Memory grows with the length, so the longest sequence that fits is found by bisection.
     traced, request = setup.traced, setup.request
     if traced is None or setup.profile.seq_len is None:
         message = "--max seq-len needs the name of a text model: a stored profile has only one sequence length"

@@ -12,6 +12,7 @@ LARGE = 0.08  # a part that needs more than this share of the GPU is a finding
 
 def findings(memory: RolloutMemory) -> Iterator[tuple[str, str]]:
     """Yield a slug and a message for each problem, most urgent first."""
+    # Each finding is a rule of its own. They do not exclude one another, since several settings may be wrong.
     engine, trainer = memory.engine, memory.settings.trainer
     total, highest = memory.fit.device_available_bytes, memory.highest
     if memory.room < 0:

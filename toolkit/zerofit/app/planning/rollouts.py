@@ -217,6 +217,7 @@ def _checked_settings(
     name: str, request: PlanningRequest, cluster: Cluster, values: Mapping[str, object]
 ) -> RolloutSettings:
     """Return the settings in `values`. Raises UserError with all problems of the request."""
+    # All combinations that no trainer supports are refused before a model is traced, which takes seconds.
     problems, method = Problems(), METHODS[name]
     settings = problems.attempt(lambda: RolloutSettings.read(dict(values), SETTINGS))
     for value, flag in ((request.profile, "--profile"), (request.maximum, "--max"), (request.minimum, "--min")):

@@ -281,6 +281,7 @@ def simulate(
         refuse_place(Path(trace))
     if snapshot is not None:
         refuse_place(Path(snapshot), SNAPSHOT_FLAG)
+    # One rank of each stage is simulated, from a few layers. `decided` repeats those near the limit with all layers.
     exact = exact or trace is not None or snapshot is not None  # an extrapolated rank has no timeline of memory
     targets = [replace(prepared.target(n), stacks=snapshot is not None) for n in _ranks(prepared.job, rank)]
     exactly = partial(simulate_ranks, show=report.status, exact=True)

@@ -89,6 +89,8 @@ class MemoryGate:
 
         Raises DoesNotFit if a host has too little free memory, or if a disk of this machine has too little free space.
         """
+        # The check has three stages, from cheap to exact: a lower bound by a formula, a simulation, and the free
+        # memory. A run that cannot fit is refused by the first stage within milliseconds.
         job, cluster = resolved.job, self._cluster(resolved)
         hosts = self._host_memory(job.layout.world_size, output) if cluster else []
         state_verdict = self._state_verdict(resolved, hosts) if cluster and not self._anyway else None

@@ -147,6 +147,7 @@ class Session:
 
     def _share_job(self, model: nn.Module | None) -> tuple[Job, RunFolder]:
         """Let rank 0 prepare the run; return its job and folder. Raises UserError and DoesNotFit."""
+        # Rank 0 prepares the run alone, because it writes into the folder. The other ranks read the job from there.
         if "RANK" not in os.environ:  # plain python
             os.environ.update(ALONE, MASTER_PORT=str(free_port()))
         local_size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1")  # torchrun sets the first
