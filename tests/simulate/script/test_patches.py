@@ -17,7 +17,6 @@ from zerofit.simulate.fakes import quantized as bits
 from zerofit.simulate.memory.ledger import Ledger
 from zerofit.simulate.ops.streams import Streams
 from zerofit.simulate.script import (
-    cuda,
     distributed,
     files,
     generation,
@@ -27,9 +26,7 @@ from zerofit.simulate.script import (
     launchers,
     lengths,
     pretrained,
-    recurrent,
     saved,
-    writes,
 )
 
 pytestmark = pytest.mark.versions
@@ -43,7 +40,7 @@ GROUPS = ("init_process_group", "new_group", "get_backend", "is_nccl_available",
 HYBRID = "deepspeed.runtime.hybrid_engine:DeepSpeedHybridEngine"
 GRAPHS, GENERATION = "torch.cuda._graph_annotations", "transformers:GenerationMixin"
 LOOPS = ("_sample", "_beam_search", "_beam_search_has_unfinished_sequences")
-SAVERS = {**writes.SAVERS, **writes.OF_PACKAGES}
+SAVERS = {**files.SAVERS, **files.OF_PACKAGES}
 # patch -> attributes that it replaces, and the lines of the library that make it necessary
 PATCHES = {
     "parameters": (["torch.nn:Parameter.__new__"], []),
@@ -325,14 +322,14 @@ def test_every_patch_is_listed():
         host,
         distributed,
         kernels,
-        recurrent,
+        kernels,
         pretrained,
         bits,
-        writes,
+        files,
         files,
         saved,
         gpu,
-        cuda,
+        gpu,
         launchers,
         lengths,
         generation,
@@ -382,7 +379,7 @@ def test_cuda_functions_that_are_answered_exist():
     assert made == [((9, 0), 132), ((9, 0), 114), ((8, 9), 142), ((8, 9), 58)]
     assert inspect.signature(ScriptTarget).parameters["steps"].default == 2
     old_names = {"memory_cached", "max_memory_cached", "reset_max_memory_allocated", "reset_max_memory_cached"}
-    answers = {**cuda._random_states(1), **cuda._streams(Streams(Ledger()))}
+    answers = {**gpu._random_states(1), **gpu._streams(Streams(Ledger()))}
     assert not [name for name in answers.keys() - old_names if not hasattr(torch.cuda, name)]
 
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.simulate.script.scripts import facts, simulated
 from zerofit.app.simulation.scripts import simulate_script
-from zerofit.simulate.script import recurrent
+from zerofit.simulate.script import kernels
 from zerofit.spec.cluster import Cluster
 
 SCRIPT = """\
@@ -88,10 +88,10 @@ def test_the_workspace_of_an_lstm_on_the_host(monkeypatch):
     kind = (False, [], 2, hidden, 1, True, False, False, True)
     real = torch.mkldnn_rnn_layer(zeros(steps, samples, 24), *weights, *kind)[3].numel()
     shape = (steps, samples, 24)
-    assert recurrent._host_workspace(shape, hidden, torch.float32) == real
-    recurrent._host_workspace.cache_clear()
-    monkeypatch.setattr(recurrent, "_HOST_WORK", 20 * 8 * samples * hidden * 64)
-    assert recurrent._host_workspace(shape, hidden, torch.float32) == pytest.approx(real, rel=0.1)
+    assert kernels._host_workspace(shape, hidden, torch.float32) == real
+    kernels._host_workspace.cache_clear()
+    monkeypatch.setattr(kernels, "_HOST_WORK", 20 * 8 * samples * hidden * 64)
+    assert kernels._host_workspace(shape, hidden, torch.float32) == pytest.approx(real, rel=0.1)
 
 
 PACKED = """\

@@ -92,7 +92,7 @@ def test_generation_reaches_its_limit_in_a_few_tokens(folder):
 
 ENDLESS = """\
 import sys, time, torch
-progress = sys.modules["zerofit.simulate.script.progress"]
+progress = sys.modules["zerofit.simulate.script.rank"]
 progress.LIMIT_S = 2.0
 x = torch.randn(4, device="cuda")
 while LOOP:

@@ -1,18 +1,21 @@
-"""Simulate vLLM within the trainer's process (TRL's `vllm_mode="colocate"`).
+"""Simulate TRL's vLLM: in the trainer's process (`vllm_mode="colocate"`) or as a server on other GPUs.
 
-No kernel of vLLM runs. Weights, cache and activations have the sizes that `rollout.vllm` computes by vLLM's rule.
+In the trainer's process, no kernel of vLLM runs. Weights, cache and activations have the sizes that `rollout.vllm`
+computes by vLLM's rule.
 Completions have their maximum length, as in `generation`.
+A server's memory is not simulated. Rank 0 copies the weights into buffers that it sends, so it needs more memory.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
+from itertools import cycle
 from types import ModuleType, SimpleNamespace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,19 +23,23 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.configuration_utils import PreTrainedConfig
 
+from zerofit.rollout.phases import SENT_BUFFERS, SENT_BYTES
 from zerofit.rollout.served import BITS, ServedModel
 from zerofit.rollout.vllm import EngineMemory, EngineSettings
 from zerofit.simulate.engine.phases import PhaseLog
 from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.script.errors import not_simulated
+from zerofit.simulate.script.evaluation import EVALUATION
 from zerofit.simulate.script.generation import GENERATION
 from zerofit.simulate.script.gpu import SHOWN
-from zerofit.simulate.script.rollout_phases import SYNC, begin, end, plain_token
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
-from zerofit.simulate.script.vllm_server import connect_server
 from zerofit.spec.memory_kinds import ENGINE
 from zerofit.spec.units import shown_bytes
+
+if TYPE_CHECKING:
+    from trl.generation.vllm_generation import VLLMGeneration  # pyright: ignore[reportMissingImports]
+
 
 _PARAMETERS = ("SamplingParams", "StructuredOutputsParams", "GuidedDecodingParams", "RequestOutput")
 VERSION = "0.27.0"  # of vLLM; also the release of `EngineSettings`
@@ -45,6 +52,8 @@ _NO_ROOM = "No available memory for the cache blocks. Try increasing `gpu_memory
 _TOO_LONG = (
     "The model's max seq len ({}) is larger than the maximum number of tokens that can be stored in KV cache ({})"
 )
+_TRAINERS = 'use GRPOTrainer or RLOOTrainer of TRL 1.16, or vllm_mode="colocate"'
+SYNC = "weight sync"
 
 
 def colocated_vllm(meter: ScriptTracker, log: PhaseLog, target: ScriptTarget) -> None:
@@ -215,3 +224,105 @@ def _parameters(config: PreTrainedConfig) -> int:
             with _disable_current_modes(), torch.device("meta"):
                 return sum(parameter.numel() for parameter in build(config).parameters())
     raise not_simulated(f"vLLM with a {config.model_type}", "use a language model")
+
+
+def connect_server(meter: ScriptTracker, log: PhaseLog) -> None:
+    """Replace TRL's client, which would wait for a vLLM server.
+
+    (trl/generation/vllm_generation.py)
+    """
+    try:
+        from trl.generation.vllm_client import VLLMClient  # pyright: ignore[reportMissingImports]
+        from trl.generation.vllm_generation import VLLMGeneration  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise not_simulated('vllm_mode="server" of this trainer', _TRAINERS) from None
+    original = VLLMGeneration._init_vllm
+
+    def connected(self: VLLMGeneration) -> None:
+        if self.mode != "server":
+            original(self)
+            return
+        if not self.accelerator.is_main_process:
+            raise not_simulated('vllm_mode="server" on this rank', "use rank 0, which sends the weights")
+        vars(self)["vllm_client"] = ServerClient(meter, log, self.model.config)
+
+    def refused(*_: object, **__: object) -> None:
+        raise not_simulated('vllm_mode="server" of this trainer', _TRAINERS)
+
+    replace_in(VLLMGeneration, "_init_vllm", connected)
+    replace_in(VLLMClient, "__init__", refused)
+
+
+class ServerClient:
+    """Replaces TRL's VLLMClient, with the methods that TRL's trainers call."""
+
+    def __init__(self, meter: ScriptTracker, log: PhaseLog, config: PreTrainedConfig):
+        self._log, self._token = log, plain_token(config)
+        meter.note("vLLM's server runs on its own GPUs: zerofit plan MODEL --serve forecasts their memory")
+
+    def get_server_info(self) -> dict[str, object]:
+        """Return the part of the server's configuration that TRL reads."""
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], n: int = 1, max_tokens: int = 16, logprobs: int | None = 0, **_: object
+    ) -> dict[str, object]:
+        """Return `n` completions of the maximum length for each prompt, in TRL's format."""
+        begin(self._log, GENERATION)
+        ids = [[self._token] * max_tokens for _ in range(n * len(prompts))]
+        wanted = logprobs is not None
+        end(self._log)
+        return {
+            "prompt_ids": [list(prompt) for prompt in prompts],
+            "completion_ids": ids,
+            "logprobs": [[[0.0]] * max_tokens for _ in ids] if wanted else None,
+            "logprob_token_ids": [[[self._token]] * max_tokens for _ in ids] if wanted else None,
+        }
+
+    def update_named_params(self, metadata: object, named_params: Iterator[tuple[str, Tensor]]) -> None:
+        """Pack all weights into buffers, as vLLM's code does.
+
+        It fills one buffer while it sends another.
+        """
+        begin(self._log, SYNC)
+        sent: list[Tensor | None] = [None] * SENT_BUFFERS
+        for slot in cycle(range(SENT_BUFFERS)):
+            sent[slot] = None  # vLLM frees a buffer before it fills the next one
+            sent[slot] = _packed(named_params)
+            if sent[slot] is None:
+                return
+
+    def reset_prefix_cache(self) -> None:
+        """End the weight synchronization, after which TRL always calls this method."""
+        end(self._log)
+
+
+def _packed(weights: Iterator[tuple[str, Tensor]]) -> Tensor | None:
+    """Return the next weights in one buffer; None after the last."""
+    # Gathered weights live until they are copied.
+    parts: list[Tensor] = []
+    for _, weight in weights:
+        parts.append(weight.contiguous().view(torch.uint8).view(-1))
+        if sum(part.numel() for part in parts) > SENT_BYTES:
+            break
+    return torch.cat(parts) if parts else None
+
+
+def begin(log: PhaseLog, name: str) -> None:
+    """Begin a phase, except in an evaluation."""
+    if log.name != EVALUATION:
+        log.step = max(log.step, 0)
+        log.begin(name)
+
+
+def end(log: PhaseLog) -> None:
+    """End vLLM's phase and begin phase "forward", except in an evaluation."""
+    if log.name != EVALUATION:
+        log.begin("forward")
+
+
+def plain_token(config: PreTrainedConfig) -> int:
+    """Return a token that is not an end-of-sequence token."""
+    text = config.get_text_config()
+    ends = [text.eos_token_id] if not isinstance(text.eos_token_id, list) else text.eos_token_id
+    return next(token for token in range(text.vocab_size // 2, text.vocab_size) if token not in ends)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -34,13 +36,14 @@ from zerofit.simulate.memory.categories import tag_owned_storages, tag_plain_opt
 from zerofit.simulate.memory.snapshot import StackLog
 from zerofit.simulate.ops.costs import Scratch, scratch_on
 from zerofit.simulate.ops.issued import IssuedLog
+from zerofit.simulate.ops.tracker import own_line
 from zerofit.simulate.record import STEPS, RankRecord
-from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lengths, pretrained, recurrent, saved, writes
+from zerofit.simulate.script import distributed, files, gpu, host, kernels, lengths, pretrained, saved
 from zerofit.simulate.script.colocated import colocated_vllm
 from zerofit.simulate.script.command import rank_problems
 from zerofit.simulate.script.edits import edits
 from zerofit.simulate.script.errors import NotSimulated, ScriptStop
-from zerofit.simulate.script.evaluation import evaluate, evaluations, gather_to_save
+from zerofit.simulate.script.evaluation import Repeats, evaluate, evaluations, gather_to_save
 from zerofit.simulate.script.facts import BatchShapes, script_facts
 from zerofit.simulate.script.failures import failure, no_training
 from zerofit.simulate.script.fault_log import FaultLog
@@ -50,8 +53,6 @@ from zerofit.simulate.script.generation import generation
 from zerofit.simulate.script.launchers import LaunchedInside, launchers_inside, set_environment, spawned_ranks
 from zerofit.simulate.script.lengths import Lengths
 from zerofit.simulate.script.phases import ScriptPhases
-from zerofit.simulate.script.progress import watch_progress
-from zerofit.simulate.script.repeats import Repeats
 from zerofit.simulate.script.stages import StageJoints
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
@@ -65,6 +66,9 @@ COPIED_HINT = (
     "deepcopy does not copy weights that zero.Init has partitioned, on real ranks either; nn.TransformerEncoder "
     "copies its layer: create each layer instead, or build the model outside of zero.Init"
 )
+LIMIT_S = 600.0  # a phase of the largest models that were simulated takes a minute
+POLL_S = 1.0
+_BUSY = 0.5  # share of a core, below which the host counts as waiting
 
 
 def simulate_script(
@@ -146,15 +150,15 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
         install(False, meter, target.device.memory_bytes)
     apply_common(target.on_gpu, meter)
     if target.on_gpu:
-        for answers in (cuda.cuda_module, cuda.accelerator_module, cuda.graphs, cuda.autocast):
+        for answers in (gpu.cuda_module, gpu.accelerator_module, gpu.graphs, gpu.autocast):
             answers(meter, target)
         distributed.flat_sharding()
         kernels.synchronized_norms(meter)
         kernels.flash_attention_package(meter)
         kernels.newer_flash_attention(meter)
-        recurrent.recurrent_layers(meter)
+        kernels.recurrent_layers(meter)
     else:
-        recurrent.host_layers()
+        kernels.host_layers()
     for on_host in (host.parameters, host.parameter_data, host.tensor_values, host.compiling, host.triton_kernels):
         on_host(meter)
     kernels.sparse_gradients(meter)
@@ -184,14 +188,14 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     pretrained.flash_attention(meter)
     launchers_inside()
     spawned_ranks(target)
-    writes.saving(meter)
-    writes.tracking()
-    files = scratch_files()
+    files.saving(meter)
+    files.tracking()
+    scratch = scratch_files()
     processes()
-    pairs = [*opening(files), *saved.saved_by_torch(meter, files), *saved.saved_by_safetensors(meter, files)]
+    pairs = [*opening(scratch), *saved.saved_by_torch(meter, scratch), *saved.saved_by_safetensors(meter, scratch)]
     saved.replace_everywhere([*pairs, *saved.saved_checkpoints()])
     saved.saved_models()
-    saved.saved_tokenizers(files)
+    saved.saved_tokenizers(scratch)
 
 
 def _learner(
@@ -201,7 +205,7 @@ def _learner(
 
     def learn(model: nn.Module) -> None:
         # packages that only some scripts import are patched once the script has imported them
-        writes.saving(meter, writes.OF_PACKAGES)
+        files.saving(meter, files.OF_PACKAGES)
         if "bitsandbytes" in sys.modules:
             moments_of_eight_bits(meter.device != "cpu")
         edit(model)
@@ -218,6 +222,27 @@ def _learner(
 def _watch(meter: ScriptTracker, parameter: Tensor) -> None:
     watch_gradient(meter.tag, parameter)
     host.gradients(meter, parameter)
+
+
+def watch_progress(meter: ScriptTracker, log: PhaseLog, give_up: Callable[[Problem], object]) -> None:
+    """Call `give_up` from a thread once a phase has lasted LIMIT_S seconds.
+
+    Time for work on the script's own data, such as tokenizing, does not count, because this work will end.
+    """
+
+    def watch() -> None:
+        phase, ops, cpu, spent = (log.name, log.step), meter.ops_on_fakes, time.process_time(), 0.0
+        while spent < LIMIT_S:
+            time.sleep(POLL_S)
+            before = phase, ops, cpu
+            phase, ops, cpu = (log.name, log.step), meter.ops_on_fakes, time.process_time()
+            works_on_data = ops == before[1] and cpu - before[2] > _BUSY * POLL_S
+            spent = 0.0 if phase != before[0] else spent if works_on_data else spent + POLL_S
+        message = f"{phase_name(*phase)} did not end within {LIMIT_S / 60:.0f} minutes"
+        hint = "the script may loop until a value changes, or wait for another process: remove or limit such code"
+        give_up(Problem(kind="not-simulated", message=message, hint=hint, where=own_line()))
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _announcer(

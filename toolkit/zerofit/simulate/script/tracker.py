@@ -7,8 +7,13 @@ computed, so that a script takes the right branches.
 
 from __future__ import annotations
 
+import ast
+import linecache
 import math
+import os
+import re
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -41,10 +46,8 @@ from zerofit.simulate.memory.ledger import DEVICE
 from zerofit.simulate.ops import shortcuts
 from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, Scratch, leaves_of
 from zerofit.simulate.ops.tracker import FUNCTIONAL, is_collective, is_counted
-from zerofit.simulate.script.received import alike
-from zerofit.simulate.script.recovery import recovers_at
 from zerofit.simulate.script.value_tracker import HOLDS_NOTHING_BYTES, SIMULATED, ValueTracker
-from zerofit.simulate.script.values import KEPT_DATA, forget, known_value
+from zerofit.simulate.script.values import KEPT_DATA, alike, forget, known_value
 
 _HOST = torch.device("cpu")
 OWN_LINE_BYTES = 1 << 20  # storages from this size on have the script's line
@@ -60,6 +63,7 @@ _NEW = tuple(f"aten::{name}" for name in _FACTORIES)
 _IS_PINNED = "aten::is_pinned"
 _PINNING = (_IS_PINNED, "aten::_pin_memory")
 _PEER_TO_PEER = ("c10d::send", "c10d::recv_")
+_CAUGHT = re.compile(r"OutOfMemory|out of memory|should_reduce_batch_size")  # the last one is Accelerate's
 
 
 # How an op of a script runs:
@@ -312,3 +316,29 @@ def _is_composite(func: OpOverload) -> bool:
     kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     name = func.name()
     return func.namespace != "prim" and kernel(name, "CompositeImplicitAutograd") and not kernel(name, "CPU")
+
+
+def recovers_at() -> str:
+    """Return the "file:line" of a running `try` that handles out-of-memory errors; "" if none."""
+    # Autograd may have called from its own thread. Only `frame` refers to frames: a second name would keep this
+    # function's own frame alive, and with it the tensors of its callers, until Python collects garbage.
+    frame: FrameType | None = sys._current_frames()[threading.main_thread().ident or 0]
+    while frame is not None:
+        file = frame.f_code.co_filename
+        for lines in _guarded_lines(file):
+            if frame.f_lineno in lines:
+                return f"{os.path.relpath(file)}:{lines.start}"
+        frame = frame.f_back
+    return ""
+
+
+@cache
+def _guarded_lines(file: str) -> tuple[range, ...]:
+    text = "".join(linecache.getlines(file))
+    if not _CAUGHT.search(text):
+        return ()
+    return tuple(
+        range(node.lineno, (node.body[-1].end_lineno or node.lineno) + 1)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Try) and _CAUGHT.search("".join(map(ast.unparse, node.handlers)))
+    )

@@ -17,12 +17,12 @@ from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, Scratc
 from zerofit.simulate.ops.tracker import FUNCTIONAL, is_own, own_line
 from zerofit.simulate.record import STEPS
 from zerofit.simulate.script.issuing import IssuingTracker
-from zerofit.simulate.script.received import alike, results
 from zerofit.simulate.script.values import (
     KEPT_DATA,
     KEPT_FLOATS,
     KEPT_INTEGERS,
     RULES,
+    alike,
     choices,
     decided,
     forget,
@@ -33,6 +33,7 @@ from zerofit.simulate.script.values import (
     largest,
     on_host,
     overwrite,
+    results,
 )
 
 SIMULATED = torch.device("privateuseone", 0)  # the device as torch's C++ code sees it
