@@ -3,7 +3,7 @@
 python -m benchmarks.fit [--out FILE.json]
 
 The sweeps are those of results/tune_regret.json, which measured every configuration of a run. Forecasts are today's,
-and the choice is that of `zerofit.app.fitting.choose`. Memory is limited in turn to LIMITS sizes, from what the leanest
+and the choice is that of `zerofit.app.fitting.fit`. Memory is limited in turn to LIMITS sizes, from what the leanest
 to what the largest configuration needs. Nothing is started.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tune_regret import JOBS, RANKS
-from zerofit.app.fitting import choose
+from zerofit.app.fitting import fit
 from zerofit.app.fitting.options import LayoutOption
 from zerofit.app.planning.search_setup import forecast_of
 from zerofit.app.tuning.job import TuneJob
@@ -69,7 +69,7 @@ def under(
     free = replace(cluster, device_memory=int(limit))
     fitting = [one for one in options if check_fit(one.memory, one.layout, free).exceeded is None]
     best = min(fitting, key=lambda one: measured[one.layout])
-    taken = choose.FitSearch(options, free, lambda _: []).run()
+    taken = fit.FitSearch(options, free, lambda _: []).run()
     assert taken
     return {
         "limit_bytes": int(limit),
@@ -86,7 +86,7 @@ def main() -> None:
     asked = parser.parse_args()
     sweeps = json.loads(SWEEPS.read_text())
     rows = [compare(sweep) for sweep in sweeps["jobs"]]
-    alike, choose.ALIKE = choose.ALIKE, 0.0
+    alike, fit.ALIKE = fit.ALIKE, 0.0
     by_time = [compare(sweep) for sweep in sweeps["jobs"]]
     print("| job | configurations | of the best throughput that fits | least | by forecast time alone |")
     print("|---|---|---|---|---|")

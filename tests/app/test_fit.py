@@ -17,7 +17,7 @@ import zerofit as zf
 from zerofit.app.clusters.hosts import HostRequest
 from zerofit.app.clusters.restarts import RestartingRun
 from zerofit.app.fitting import fit
-from zerofit.app.fitting.choose import ALIKE, FitSearch, Refused
+from zerofit.app.fitting.fit import ALIKE, FitSearch, Refused
 from zerofit.app.fitting.options import LayoutOption, _lean_savings, decided
 from zerofit.app.job.requests import as_request, read_request
 from zerofit.app.training.memory_gate import MemoryGate
