@@ -10,7 +10,7 @@ import pytest
 
 import zerofit as zf
 from tests.plan.stub import make_profile
-from zerofit.app.planning import confirm
+from zerofit.app.planning import planner
 from zerofit.app.planning.largest_fit import LargestFit
 from zerofit.plan.inverse import with_layers
 from zerofit.spec.errors import Problem
@@ -35,16 +35,16 @@ def simulated(fits, needed=81 * GIB):
 def test_a_refused_layout_is_not_written(plan, monkeypatch, tmp_path):
     first = plan.result.plainest or 0
     monkeypatch.setattr(
-        confirm, "_simulate", lambda planned, _: simulated(planned.layout != plan.layouts[first].layout)
+        planner, "_simulate", lambda planned, _: simulated(planned.layout != plan.layouts[first].layout)
     )
-    found = confirm.confirm_written(plan, Reporter(None))
+    found = planner.confirm_written(plan, Reporter(None))
     assert [one.fits for one in found.confirmed].count(True) == 1 and found.chosen != first
     found.write(tmp_path)
     written = json.loads((tmp_path / "ds_config.json").read_text())
     assert written == found.layouts[found.chosen].ds_config
-    monkeypatch.setattr(confirm, "_simulate", lambda planned, _: simulated(False))
-    nothing = confirm.confirm_written(plan, Reporter(None))
-    assert nothing.chosen is None and len(nothing.confirmed) == confirm.MOST
+    monkeypatch.setattr(planner, "_simulate", lambda planned, _: simulated(False))
+    nothing = planner.confirm_written(plan, Reporter(None))
+    assert nothing.chosen is None and len(nothing.confirmed) == planner.MOST
     with pytest.raises(zf.UserError, match="nothing to write"):
         nothing.write(tmp_path / "other")
 
@@ -53,20 +53,20 @@ def test_what_cannot_be_simulated_stands_by_its_forecast(plan, monkeypatch):
     def fail(planned, _):
         raise zf.UserError(Problem(kind="not-simulated", message="it looks at values"))
 
-    monkeypatch.setattr(confirm, "_simulate", fail)
-    found = confirm.confirm_written(plan, Reporter(None))
+    monkeypatch.setattr(planner, "_simulate", fail)
+    found = planner.confirm_written(plan, Reporter(None))
     assert found.chosen == plan.chosen and "looks at values" in str(found.confirmed[0])
     first = plan.layouts[plan.chosen].layout
     monkeypatch.setattr(
-        confirm, "_simulate", lambda planned, _: simulated(False) if planned.layout == first else fail(planned, _)
+        planner, "_simulate", lambda planned, _: simulated(False) if planned.layout == first else fail(planned, _)
     )
-    found = confirm.confirm_written(plan, Reporter(None))
+    found = planner.confirm_written(plan, Reporter(None))
     assert [one.layout for one in found.confirmed if one.problem] == [found.chosen] != [plan.chosen]
 
 
 def test_the_best_layouts_are_confirmed_on_request(plan, monkeypatch):
-    monkeypatch.setattr(confirm, "_simulate", lambda planned, _: simulated(True))
-    found = confirm.confirm(plan, 3, Reporter(None))
+    monkeypatch.setattr(planner, "_simulate", lambda planned, _: simulated(True))
+    found = planner.confirm(plan, 3, Reporter(None))
     assert [one.layout for one in found.confirmed] == [0, 1, 2] and len(found.to_dict()["confirmed"]) == 3
 
 
@@ -86,13 +86,13 @@ def test_a_layout_that_only_the_margin_excludes_is_simulated_and_joins_the_plan_
         looked.append(planned.layout)
         return simulated(planned.layout == close.layout)
 
-    monkeypatch.setattr(confirm, "_simulate", simulate)
-    found = confirm.confirm(small, 3, Reporter(None))
+    monkeypatch.setattr(planner, "_simulate", simulate)
+    found = planner.confirm(small, 3, Reporter(None))
     assert looked.count(close.layout) == 1
     assert found.result.layouts[0] is close and close not in found.result.close
     assert found.confirmed[0].fits and not any(one.fits for one in found.confirmed[1:])
-    monkeypatch.setattr(confirm, "_simulate", lambda *_: simulated(False))
-    refused = confirm.confirm(small, 3, Reporter(None)).result
+    monkeypatch.setattr(planner, "_simulate", lambda *_: simulated(False))
+    refused = planner.confirm(small, 3, Reporter(None)).result
     assert refused.layouts == small.result.layouts and refused.close == small.result.close[3:]
 
 
@@ -104,9 +104,9 @@ def test_the_largest_value_is_one_that_a_simulation_lets_fit(plan, monkeypatch, 
         asked.append(value)
         return plan
 
-    monkeypatch.setattr(confirm, "_simulate", lambda *_: simulated(asked[-1] <= most, needed=80 * GIB + asked[-1]))
+    monkeypatch.setattr(planner, "_simulate", lambda *_: simulated(asked[-1] <= most, needed=80 * GIB + asked[-1]))
     answer = LargestFit(what="micro-batch", value=20, step=1, looked=5, bounded=False)
-    found = confirm.settle(at(20), answer, at, Reporter(None))
+    found = planner.settle(at(20), answer, at, Reporter(None))
     assert found.answer.value == (most or None)
     assert asked.count(most + 1) == (most < 20)  # the next one was refused, not guessed
 
