@@ -17,7 +17,6 @@ from zerofit.app.planning.output_files import for_trainer, write_files
 from zerofit.app.planning.plan import PlannedRun
 from zerofit.app.planning.request import PlanningRequest
 from zerofit.app.planning.rollout_files import Chosen, openrlhf_script, trl_config, verl_script
-from zerofit.app.planning.rollout_findings import findings
 from zerofit.app.planning.search_setup import SearchSetup, forecast_of, setup_of
 from zerofit.app.planning.serving import SETTINGS, served_model
 from zerofit.plan.fit import margin_bytes
@@ -27,7 +26,7 @@ from zerofit.plan.time import Timer
 from zerofit.rollout.heads import EARLY_VERL, OPENRLHF, VERL, online_dpo, with_fused_head, with_whole_head
 from zerofit.rollout.methods import METHODS, WITH_PROCESSES, RolloutSettings
 from zerofit.rollout.openrlhf import OpenRlhfMemory
-from zerofit.rollout.phases import RolloutMemory
+from zerofit.rollout.phases import RolloutMemory, findings
 from zerofit.rollout.processes import ProcessMemory
 from zerofit.rollout.served import ServedModel
 from zerofit.rollout.speed import RolloutTime, generation_s
