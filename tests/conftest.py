@@ -97,7 +97,7 @@ def pools(tmp_path_factory: pytest.TempPathFactory, cache: Path):
 @pytest.fixture
 def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have this process's tuner end a trial once its step time is known roughly, after a second of steps."""
-    from zerofit.app.tuning import trial as trials
+    from zerofit.app.tuning import tune as trials
     from zerofit.tune import trial as timings
 
     monkeypatch.setattr(timings, "WARM_S", 0.5)

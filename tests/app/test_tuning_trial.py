@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from zerofit.app.tuning.trial import _why
+from zerofit.app.tuning.tune import _why
 from zerofit.launch import parent_death
 
 IN_BACKGROUND = """
