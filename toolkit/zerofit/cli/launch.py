@@ -118,7 +118,7 @@ def _launch(
         report = Reporter(shielded(console))
         # With --no-ssh every node runs this command. The first node supervises, the others follow.
         if host_request.node_rank:
-            from zerofit.app.clusters.node_agent import follow
+            from zerofit.app.clusters.restarts import follow
 
             folder = follow(request.run, hosts, host_request, report, handle_signals=True)
             return {"run_dir": str(folder.path), "node_rank": host_request.node_rank}
