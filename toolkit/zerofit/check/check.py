@@ -21,8 +21,7 @@ from zerofit.check.finding import EFFECTS, Finding
 from zerofit.check.neox import unknown_arguments
 from zerofit.check.rule import rules
 from zerofit.check.rules.batch import batch
-from zerofit.check.rules.optimizer import optimizer
-from zerofit.check.rules.scheduler import scheduler, scheduler_values
+from zerofit.check.rules.optimizer import optimizer, scheduler, scheduler_values
 from zerofit.check.subject import CheckSubject, TargetHardware, UnclearValue
 from zerofit.check.syntax import text_findings
 
