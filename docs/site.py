@@ -149,7 +149,7 @@ def features_page() -> str:
 
 def keys_page() -> str:
     """Return the table of DeepSpeed's configuration keys, as `zerofit schema` prints them."""
-    from zerofit.check.schema import schema
+    from zerofit.check.reader import schema
 
     found = schema()
     rows = [

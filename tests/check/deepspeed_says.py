@@ -43,7 +43,7 @@ from tests.check.corpus import Case, cases
 from zerofit.check.check import check, mend
 from zerofit.check.document import parse
 from zerofit.check.dotted import autos, drop, get
-from zerofit.check.schema import filled_by
+from zerofit.check.reader import filled_by
 
 STEPS = 8
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")

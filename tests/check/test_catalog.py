@@ -18,7 +18,7 @@ from zerofit.check import catalog as catalog_module
 from zerofit.check.catalog import DERIVED_WITH, catalog, read_data
 from zerofit.check.check import check
 from zerofit.check.document import of_data, parse
-from zerofit.check.schema import schema
+from zerofit.check.reader import schema
 from zerofit.check.subject import TargetHardware
 from zerofit.config.ds_json import bundled
 

@@ -17,8 +17,7 @@ from typing import Any
 from zerofit.check.catalog import Catalog, Schema, keys_of_programs, names
 from zerofit.check.edit import Assignment, Edit, Move, Removal, Renaming
 from zerofit.check.finding import Finding, as_number, near, plainly
-from zerofit.check.reader import HUGGING_FACE
-from zerofit.check.schema import filled_by
+from zerofit.check.reader import HUGGING_FACE, filled_by
 from zerofit.check.subject import ZERO, CheckSubject, TargetHardware
 
 MAX_SECTIONS = 3  # that a hint names for a misplaced key

@@ -172,7 +172,7 @@ def check(
 @click.command()
 def schema() -> None:
     """Print a JSON Schema of the installed DeepSpeed's configuration, for completion and help in an editor."""
-    from zerofit.check.schema import schema as make
+    from zerofit.check.reader import schema as make
 
     print(json.dumps(make(), indent=2))
 
