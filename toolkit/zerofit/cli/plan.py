@@ -26,9 +26,8 @@ from zerofit.cli.options import (
     hardware_options,
     run_options,
 )
-from zerofit.cli.plan_show import COLUMNS, show, show_end, show_methods
+from zerofit.cli.plan_show import COLUMNS, show, show_end, show_methods, show_rollouts, show_serving
 from zerofit.cli.report import HTML, refuse_page, write_page
-from zerofit.cli.rollout_show import show_rollouts, show_serving
 from zerofit.features.engines import ENGINES
 from zerofit.plan.layout import OFFLOADS
 from zerofit.rollout.methods import METHODS
