@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 import shutil
+import statistics
+import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +21,8 @@ from torch import Tensor, nn
 from zerofit.checkpoint.adapters import write_adapters
 from zerofit.checkpoint.model_folder import CARD, ModelInfo
 from zerofit.checkpoint.published import PublishedFiles, PublishedModel
-from zerofit.data import Data, open_data
+from zerofit.config.shares import shared_out
+from zerofit.data import Data, Order, open_data
 from zerofit.data.chat_template import tokenizer_files
 from zerofit.models.catalog import source_of
 from zerofit.models.dtypes import torch_name
@@ -31,7 +34,7 @@ from zerofit.spec.files import write_json
 from zerofit.spec.mesh import RankCoords, coords_of
 from zerofit.spec.model_facts import is_text
 from zerofit.spec.profiling import Numbers
-from zerofit.spec.run_folder import Job, RunFolder
+from zerofit.spec.run_folder import Batch, Job, RunFolder
 from zerofit.train.build import build_on_meta, stored_by_engine
 from zerofit.train.callbacks import Callback, EventLog, StepRecord, load_callbacks, make_loggers
 from zerofit.train.check_loss import LossCheck
@@ -46,12 +49,20 @@ from zerofit.train.memory import ForecastFigure, MemoryWatch, memory_figures, re
 from zerofit.train.metrics import MetricsRecorder
 from zerofit.train.pipeline import PipelineTrainer
 from zerofit.train.process_group import rank_device
-from zerofit.train.rank_shares import measured_shares
 from zerofit.train.restore import resume
 from zerofit.train.saver import Saver
 from zerofit.train.step_profile import StepProfile
 from zerofit.train.stop_signals import SignalNotes, StopRequests
 from zerofit.train.trainer import EngineTrainer
+
+# Ranks of different speed finish a step together if rank r gets samples in proportion to its speed:
+#
+#     samples_r = micro batch x ranks x speed_r / sum of speeds, rounded so that the sum stays the same
+#
+# The speed is that of forward passes alone; backward takes about twice as long on any device, so the ratio is the
+# same.
+WARM, PASSES = 2, 8  # uncounted and counted forward passes
+MOST_S = 5.0  # limit of the counted passes
 
 
 def train(
@@ -310,3 +321,45 @@ def _differing(parameters: dict[str, nn.Parameter], group: dist.ProcessGroup | N
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     return [name for name, same in zip(parameters, (least == most).tolist(), strict=True) if not same]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankShares:
+    """A batch with a micro batch size for each rank, and the measured speeds of the ranks."""
+
+    batch: Batch
+    samples_per_s: tuple[float, ...]  # of each rank, forward
+
+    def __str__(self) -> str:
+        speeds = ", ".join(f"{speed:,.3g}" for speed in self.samples_per_s)
+        return f"micro batches by rank: {', '.join(map(str, self.batch.shares))} (forward, samples/s: {speeds})"
+
+
+def measured_shares(job: Job, trainer: ZeroTrainer, data: Data) -> RankShares:
+    """Share the samples of the job's batch among ranks in proportion to their measured speeds.
+
+    The result is the same on all ranks. Weights, statistics and random states stay unchanged.
+    """
+    batch, speed = job.batch, _samples_per_s(job, trainer, data)
+    speeds = torch.zeros(batch.dp, dtype=torch.float64, device=trainer.device)
+    speeds[trainer.coords.dp_rank] = speed
+    dist.all_reduce(speeds)
+    samples_per_s = tuple(speeds.tolist())
+    shares = shared_out(batch.micro * batch.dp, samples_per_s, batch.limit)
+    return RankShares(batch=replace(batch, by_rank=shares), samples_per_s=samples_per_s)
+
+
+@torch.no_grad()
+def _samples_per_s(job: Job, trainer: ZeroTrainer, data: Data) -> float:
+    order, positions = Order.of(data.train, job.run.seed), job.batch.positions(0, trainer.coords.dp_rank)
+    start, stop = positions.start, positions.stop
+    batch = data.train.batch(order.indices(start, stop), order.keys(start, stop))
+    trainer.engine.eval()
+    dist.barrier()  # all ranks measure at the same time, since the ranks of a host share its cores
+    times: list[float] = []
+    while len(times) < WARM + PASSES and sum(times[WARM:]) < MOST_S:
+        began = time.perf_counter()
+        trainer.eval_counts(batch).tolist()  # waits for the device
+        times.append(time.perf_counter() - began)
+    trainer.engine.train()
+    return len(positions) / statistics.median(times[WARM:] or times)
