@@ -38,12 +38,11 @@ from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.train.averaging import AveragedWeights
 from zerofit.train.build import build_from_seed, build_on_meta, build_whole, prepare_batch_norms, stored_by_engine
-from zerofit.train.expert_split import RouterBalance, build_spread
 from zerofit.train.loss import counts, head_loss, one_a_sample, weighted_cross_entropy
 from zerofit.train.mesh_groups import MeshGroups, exchange_heads
 from zerofit.train.optimizer import forget_states, own_optimizer
 from zerofit.train.process_group import accelerator, rank_device
-from zerofit.train.tensor_split import build_split
+from zerofit.train.tensor_split import RouterBalance, build_split, build_spread
 from zerofit.train.trainer import Batch, EngineTrainer, own_tokens
 from zerofit.train.zero_layouts import Engine, check_attributes
 

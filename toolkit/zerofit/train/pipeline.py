@@ -33,11 +33,10 @@ from zerofit.spec.run_folder import Job
 from zerofit.spec.stages import PipelineStage, cut_layers, stage_layers
 from zerofit.train.build import batch_norm_in_fp32, build_from_seed, build_on_meta, stored_by_engine
 from zerofit.train.engines import start_engine
-from zerofit.train.expert_split import RouterBalance, build_spread, make_expert_groups, published_names
 from zerofit.train.loss import HeadLoss, counts, head_loss, weighted_cross_entropy
 from zerofit.train.mesh_groups import MeshGroups, exchange_heads
 from zerofit.train.process_group import accelerator, rank_device
-from zerofit.train.tensor_split import build_split
+from zerofit.train.tensor_split import RouterBalance, build_split, build_spread, make_expert_groups, published_names
 from zerofit.train.trainer import Batch, EngineTrainer, StateNames, gathered_state, own_tokens
 from zerofit.train.zero_layouts import Engine
 

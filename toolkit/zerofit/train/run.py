@@ -39,7 +39,6 @@ from zerofit.train.build import build_on_meta, stored_by_engine
 from zerofit.train.callbacks import Callback, EventLog, StepRecord, load_callbacks, make_loggers
 from zerofit.train.check_loss import LossCheck
 from zerofit.train.engines import ZeroTrainer
-from zerofit.train.expert_split import share_of
 from zerofit.train.frozen import frozen_weights
 from zerofit.train.gan import EpochDrawings, GanTrainer
 from zerofit.train.heartbeat import RankProgress
@@ -53,6 +52,7 @@ from zerofit.train.restore import resume
 from zerofit.train.saver import Saver
 from zerofit.train.step_profile import StepProfile
 from zerofit.train.stop_signals import SignalNotes, StopRequests
+from zerofit.train.tensor_split import share_of
 from zerofit.train.trainer import EngineTrainer
 
 # Ranks of different speed finish a step together if rank r gets samples in proportion to its speed:

@@ -13,8 +13,7 @@ from torch import nn
 from zerofit.checkpoint.index import TensorSlice, scaler_numbers
 from zerofit.spec.mesh import RankCoords, expert_rank
 from zerofit.spec.run_folder import Layout
-from zerofit.train.expert_split import share_of
-from zerofit.train.tensor_split import slice_of
+from zerofit.train.tensor_split import share_of, slice_of
 from zerofit.train.trainer import EngineTrainer, persistent_buffers
 from zerofit.train.zero_layouts import (
     Engine,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zerofit.data import Data
 from zerofit.spec.mesh import RankCoords
 from zerofit.spec.run_folder import Job, Layout, RunFolder
-from zerofit.train.expert_split import gathered_experts, published_names
+from zerofit.train.tensor_split import gathered_experts, published_names
 from zerofit.train.zero_layouts import Engine
 
 if TYPE_CHECKING:

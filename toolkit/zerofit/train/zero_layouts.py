@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from zerofit.checkpoint.full_state import MASTER
 from zerofit.features.optimizers import of_json
 from zerofit.spec.errors import Problem, RunFailed
-from zerofit.train.expert_split import share_of
+from zerofit.train.tensor_split import share_of
 
 # How ZeRO's flat partitions map to parameters, here three parameters over two ranks at stage 1 or 2:
 #

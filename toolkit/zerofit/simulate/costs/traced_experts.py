@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from zerofit.models.build import bincount
 from zerofit.models.catalog import ModelError
 from zerofit.simulate.fakes.experts import even_split_plan, gather_rows, grouped_product, unfilled_indices
-from zerofit.train.expert_split import convert, expert_layers
+from zerofit.train.tensor_split import convert, expert_layers
 
 # ops without a meta kernel, or whose meta kernel refuses float32 before torch 2.15
 STAND_INS = {
