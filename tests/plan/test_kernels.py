@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.stub import make_cluster
-from zerofit.plan.attention import AttentionRate
 from zerofit.plan.collectives import RankGroup, collective_s
 from zerofit.plan.kernels import kernels_s, launches
 from zerofit.plan.measured_rates import CollectiveTable, KernelTable, unaligned_lengths
-from zerofit.plan.rates import Rates, rates_of
+from zerofit.plan.rates import AttentionRate, Rates, rates_of
 from zerofit.plan.software import Software
 from zerofit.spec.local_machine import Calibration
 from zerofit.spec.measured_kernels import MeasuredCollective, MeasuredKernel
