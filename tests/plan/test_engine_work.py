@@ -19,8 +19,8 @@ from zerofit.app.job.requests import as_request
 from zerofit.app.simulation.runs import prepare_simulation
 from zerofit.config.ds_json import read_for_run
 from zerofit.features.optimizer import SGD_BYTES, UNSTEPPED_BYTES
-from zerofit.plan.engine_work import engine_work
 from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.time import engine_work
 from zerofit.simulate.record import SimulationTarget
 
 SMALL = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
