@@ -33,8 +33,8 @@ from zerofit.features.engines import Engine
 from zerofit.models.presets import PRESETS
 from zerofit.plan.degrees import Degrees
 from zerofit.plan.fit import check_fit
-from zerofit.plan.interval import LONG, class_of
 from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.outlook import LONG, class_of
 from zerofit.plan.rates import FITTED, Coefficients
 from zerofit.plan.search import timer_of
 from zerofit.plan.space import space_of

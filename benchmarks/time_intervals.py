@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from zerofit.plan.interval import CLASSES
+from zerofit.plan.outlook import CLASSES
 
 Case = dict[str, Any]
 Classed = dict[str, list[Case]]

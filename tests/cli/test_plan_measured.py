@@ -12,8 +12,8 @@ import zerofit as zf
 from tests.cli.asking import answer
 from tests.plan.stub import Formula, make_cluster, make_profile
 from zerofit.app.planning.corrections import MeasuredSpeed
-from zerofit.plan.interval import CLASSES, PAIRS
 from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.outlook import CLASSES, PAIRS
 from zerofit.plan.result import plain
 from zerofit.plan.search import search
 from zerofit.plan.space import PlanRequest

@@ -20,9 +20,8 @@ from zerofit.plan.goodput import (
     spare_nodes,
     young_interval,
 )
-from zerofit.plan.interval import PublishedErrors
 from zerofit.plan.layout import PlannedLayout
-from zerofit.plan.outlook import Work, outlook_of
+from zerofit.plan.outlook import PublishedErrors, Work, outlook_of
 from zerofit.spec.cluster import Cluster
 
 DAY = 86400.0

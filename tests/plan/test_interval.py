@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.plan.stub import Formula, make_cluster, make_profile
-from zerofit.plan.interval import CLASSES, PAIRS, TITAN, class_of, errors_of
 from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.outlook import CLASSES, PAIRS, TITAN, class_of, errors_of
 from zerofit.plan.rates import FITTED
 from zerofit.plan.search import search
 from zerofit.plan.space import PlanRequest

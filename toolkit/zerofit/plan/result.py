@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 
 from zerofit.features.checkpointing import WORDS
 from zerofit.plan.fit import Fit
-from zerofit.plan.interval import PAIRS, PublishedErrors
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
-from zerofit.plan.outlook import Outlook, Work, outlook_of
+from zerofit.plan.outlook import PAIRS, Outlook, PublishedErrors, Work, outlook_of
 from zerofit.plan.rates import Rates
 from zerofit.plan.time import StepTime
 from zerofit.report.html_table import html_table

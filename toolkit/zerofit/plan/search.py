@@ -11,10 +11,10 @@ from typing import NamedTuple
 from zerofit.features.optimizers import OPTIMIZERS
 from zerofit.plan.degrees import degree_problem
 from zerofit.plan.fit import CLOSE, Fit, Forecast, check_fit, explain, remedy
-from zerofit.plan.interval import errors_of
 from zerofit.plan.kernels import kernel_s
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.measured_rates import unaligned_lengths
+from zerofit.plan.outlook import errors_of
 from zerofit.plan.rates import FITTED, Coefficients, Rates, rates_of
 from zerofit.plan.result import FrontierLayout, PlanResult, RankedLayout, Rejected, plain
 from zerofit.plan.space import PlanRequest, SearchSpace, space_of

@@ -15,8 +15,8 @@ from pydantic import Field, TypeAdapter
 from zerofit.app.planning.layout_pins import DEGREES
 from zerofit.app.planning.profiles import ProfileRequest, get_profile
 from zerofit.plan.fit import Forecast
-from zerofit.plan.interval import AS_MEASURED, PAIRS
 from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.outlook import AS_MEASURED, PAIRS
 from zerofit.plan.rates import rates_of
 from zerofit.plan.result import PlanResult, RankedLayout
 from zerofit.plan.search import search
