@@ -26,8 +26,7 @@ from zerofit.app.tuning.job import read_space
 from zerofit.checkpoint.store import FORMAT, MANIFEST, ManifestError, checksum_of, read_manifest
 from zerofit.config.ds_json import bundled
 from zerofit.models.inputs import TableInputs, inputs_to_dict
-from zerofit.report.trace_kernels import measured_kernels
-from zerofit.report.traces import read_trace
+from zerofit.report.traces import measured_kernels, read_trace
 from zerofit.simulate.forecast.baseline import read_baseline
 from zerofit.spec.device_file import read_device
 from zerofit.spec.errors import UserError

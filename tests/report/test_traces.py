@@ -9,8 +9,7 @@ import torch
 from click.testing import CliRunner
 
 from zerofit.cli.main import main
-from zerofit.report.trace_kernels import measured_kernels
-from zerofit.report.traces import Part, kind_of, read_trace
+from zerofit.report.traces import Part, kind_of, measured_kernels, read_trace
 from zerofit.spec.errors import UserError
 from zerofit.spec.profiling import SECTION_MARK, STEP_MARK, Numbers
 

@@ -8,8 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from zerofit.cli.main import main
-from zerofit.report.trace_kernels import measured_kernels
-from zerofit.report.traces import COLLECTIVES, HOST, Part, read_trace
+from zerofit.report.traces import COLLECTIVES, HOST, Part, measured_kernels, read_trace
 from zerofit.spec.errors import UserError
 from zerofit.spec.profiling import SECTION_MARK, STEP_MARK
 

@@ -24,8 +24,7 @@ from zerofit.plan.software import Software
 from zerofit.plan.space import PlanRequest
 from zerofit.plan.step_timeline import step_timeline
 from zerofit.plan.time import Timer
-from zerofit.report.trace_kernels import measured_kernels
-from zerofit.report.traces import FORECAST_KINDS, HOST, ReadTrace, read_trace
+from zerofit.report.traces import FORECAST_KINDS, HOST, ReadTrace, measured_kernels, read_trace
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
