@@ -42,7 +42,7 @@ from zerofit.cli.train import show as show_training
 from zerofit.doctor.check import Check
 from zerofit.infer.evaluate import EvalScores
 from zerofit.models.names import model_table
-from zerofit.report.trace_comparison import TraceComparison, TraceRow
+from zerofit.report.traces import TraceComparison, TraceRow
 from zerofit.simulate.forecast.result import KnobResult
 from zerofit.simulate.forecast.verdict import WITHIN
 from zerofit.spec.cluster import Cluster

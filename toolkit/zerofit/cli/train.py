@@ -31,7 +31,7 @@ from zerofit.spec.units import counted, shown_bytes, shown_score
 from zerofit.watch.follow import follow
 
 if TYPE_CHECKING:
-    from zerofit.report.trace_comparison import TraceComparison
+    from zerofit.report.traces import TraceComparison
 
 MAX_ROWS = 12  # of a comparison of traces
 
@@ -223,7 +223,7 @@ def plot(runs: tuple[Path, ...], traces: tuple[Path, ...], out: Path | None, as_
     first. `zerofit plan --trace` or `simulate --trace` writes FORECAST; `zerofit train --profile` writes MEASURED.
     """
     from zerofit.report.plot import draw
-    from zerofit.report.trace_comparison import compare_traces
+    from zerofit.report.traces import compare_traces
 
     if bool(runs) == bool(traces):
         hint = "zerofit plot RUN..., or --trace FORECAST --trace MEASURED"
