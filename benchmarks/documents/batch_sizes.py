@@ -7,8 +7,8 @@ from typing import Any
 
 from benchmarks.documents.document import DocumentRun
 from benchmarks.documents.page import TeachingDocument
+from zerofit.app.comparing.laboratory import Evidence
 from zerofit.app.comparing.rows import SizeRow
-from zerofit.report.experiment_pages import Evidence
 
 TARGETS = ("0.99", "0.97")  # the document's target, and a target that most sizes reach here
 EPOCHS = 200

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks.documents.page import Figure, TeachingDocument
-from zerofit.app.comparing.laboratory import Done, Experiment, conduct, flags
+from zerofit.app.comparing.laboratory import Done, Evidence, Experiment, conduct, flags
 from zerofit.app.comparing.rows import RowStore
 from zerofit.app.planning.planner import plan
 from zerofit.models.presets import NAMED
-from zerofit.report.experiment_pages import Evidence
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.files import write_json

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from zerofit.report.experiment_pages import Evidence, evidence_values
+from zerofit.app.comparing.laboratory import Evidence, evidence_values
 from zerofit.report.page import render
 from zerofit.spec.files import write_text
 from zerofit.spec.local_machine import usable_cores

@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.documents.document import DocumentRun
 from benchmarks.documents.page import TeachingDocument
+from zerofit.app.comparing.laboratory import Evidence
 from zerofit.models.presets import NAMED
-from zerofit.report.experiment_pages import Evidence
 from zerofit.spec.units import shown_bytes
 
 CLASSES, SIDE, BATCH = 10, 112, 32

@@ -14,8 +14,7 @@ import numpy as np
 
 from benchmarks.documents.document import DocumentRun
 from benchmarks.documents.page import TeachingDocument, draw_epochs
-from zerofit.app.comparing.laboratory import Done
-from zerofit.report.experiment_pages import Evidence
+from zerofit.app.comparing.laboratory import Done, Evidence
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.foreign import read_json
 

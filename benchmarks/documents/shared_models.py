@@ -11,10 +11,9 @@ from typing import Any
 
 from benchmarks.documents.document import DocumentRun
 from benchmarks.documents.page import TeachingDocument
-from zerofit.app.comparing.laboratory import Done, flags
+from zerofit.app.comparing.laboratory import Done, Evidence, flags
 from zerofit.app.comparing.rows import StrategyRow
 from zerofit.app.training.train import train
-from zerofit.report.experiment_pages import Evidence
 from zerofit.spec.errors import DoesNotFit, RunFailed
 from zerofit.spec.files import number_in, read_jsonl
 from zerofit.spec.foreign import read_json

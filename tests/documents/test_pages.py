@@ -10,11 +10,10 @@ from benchmarks.documents.batch_sizes import epochs_within, first_size, reached,
 from benchmarks.documents.document import DocumentRun, entries, result_store
 from benchmarks.documents.page import Figure, TeachingDocument, write_documents
 from benchmarks.documents.parallel_training import enlarged_digits
-from zerofit.app.comparing.laboratory import flags
+from zerofit.app.comparing.laboratory import Evidence, flags
 from zerofit.app.comparing.rows import SizeRow
 from zerofit.cli.compare import compare
 from zerofit.cli.plan import plan
-from zerofit.report.experiment_pages import Evidence
 from zerofit.spec.errors import UserError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +14,10 @@ from zerofit.app.comparing.jobs import COMMON, STEPPED, ComparisonSetup, rank_co
 from zerofit.app.comparing.processes import one_server
 from zerofit.app.comparing.rows import Comparison, RowStore
 from zerofit.compare.job import CompareJob
-from zerofit.report.experiment_pages import Evidence, write_laboratory
+from zerofit.report.page import render
 from zerofit.spec.events import OnEvent
+from zerofit.spec.files import write_text
+from zerofit.spec.local_machine import versions
 from zerofit.spec.run import Run, RunRequest
 
 COMPARISONS: dict[str, Callable[..., Comparison[Any]]] = {
@@ -204,3 +206,35 @@ def _texts(value: object) -> list[str]:
         case float():
             return [f"{value:.6g}"]
     return [str(value)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """A table of measurements or forecasts, with its title, command, notes and picture."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    text: str = ""  # Markdown above the table
+    command: str = ""  # makes only this table
+    notes: Sequence[str] = ()  # a list below it
+    picture: Path | None = None  # a file below the page's folder
+    figures: Mapping[str, object] = field(default_factory=dict)  # the numbers, as plain data
+
+
+def _table_row(cells: Sequence[str]) -> str:
+    escaped = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
+    return f"| {' | '.join(escaped)} |"
+
+
+def write_laboratory(folder: Path, title: str, sections: Sequence[Evidence]) -> Path:
+    """Write README.md into `folder`, which has the sections' pictures. Return its path."""
+    page = folder / "README.md"
+    write_text(page, render("laboratory.md.jinja", title=title, sections=sections, **evidence_values(page)))
+    return page
+
+
+def evidence_values(page: Path) -> dict[str, object]:
+    """Return the values that the template evidence.md.jinja needs on every page."""
+    used = ", ".join(f"{name} {version}" for name, version in versions().items())
+    return {"versions": used, "home": page.parent.absolute(), "line": _table_row}
