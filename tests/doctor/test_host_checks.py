@@ -12,7 +12,7 @@ import pytest
 from tests.doctor.test_findings import put
 from zerofit.doctor import host_checks, measured
 from zerofit.doctor.check import FAIL, OK, WARN
-from zerofit.doctor.clashes import CLASHES, clashes, driver, version
+from zerofit.doctor.host_checks import CLASHES, clashes, driver, version
 from zerofit.doctor.system import compilers
 from zerofit.spec.devices import DEVICES
 
