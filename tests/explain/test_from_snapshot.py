@@ -11,8 +11,7 @@ import struct
 import pytest
 
 from tests.explain.snapshots import ADAM, FORWARD, LEGACY, LOADED, MIB, ran_out_in_forward, stack, training
-from zerofit.explain.from_snapshot import explain_snapshot, kind_of
-from zerofit.explain.snapshot import read_snapshot
+from zerofit.explain.from_snapshot import explain_snapshot, kind_of, read_snapshot
 from zerofit.spec.foreign import Unreadable
 from zerofit.spec.foreign_pickle import is_pickle
 
