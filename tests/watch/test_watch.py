@@ -19,9 +19,8 @@ from zerofit.launch.host import address_to
 from zerofit.launch.hostfile import Host
 from zerofit.watch.json_lines import ConnectionLost, JsonLineSocket
 from zerofit.watch.launch_spec import LaunchSpec, as_argument, from_argument, rank_of
-from zerofit.watch.messages import Hello, read_message
 from zerofit.watch.rank_guard import RankGuard
-from zerofit.watch.supervise import STRANGERS, Watch
+from zerofit.watch.supervise import STRANGERS, Hello, Watch, read_message
 
 BEAT = {"step": 3, "phase": "forward", "training": True, "still_s": 0.1, "silent_s": 0.1, "cpu_s": 1.0}
 BEAT |= {"warm": True, "collective": "all_reduce", "at": "train/loop.py:9", "resending": False, "state": "running"}
