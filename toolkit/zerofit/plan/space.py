@@ -153,7 +153,7 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
             if any(refusals(first.optimizer, first.optimizer_setting)):
                 continue
             if first.ema and (degrees.product > 1 or optimizer == "nvme"):
-                continue  # averages are kept by data parallel ranks, in memory (config/images.py)
+                continue  # averages are kept by data parallel ranks, in memory (config/validate.py)
             if any(getattr(first, name) != value for name, value in request.keep.items() if name not in fixed):
                 continue
             # "auto" is filled from the first member, as training does
