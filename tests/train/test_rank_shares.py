@@ -17,7 +17,7 @@ from torch.torch_version import TorchVersion
 import zerofit as zf
 from tests.train.own_models import Unequal
 from zerofit.app.job.resolve import InputSource, resolve_job
-from zerofit.config.shares import shared_out
+from zerofit.config.batch import shared_out
 from zerofit.data import Order, open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zerofit.check.dotted import get
+from zerofit.config.batch import check_weighted
 from zerofit.config.part import part_flag
 from zerofit.config.pipelines import check_layers
-from zerofit.config.shares import check_weighted
 from zerofit.features.optimizer import TrainingSetting
 from zerofit.features.optimizers import refusals
 from zerofit.features.zero import features_on

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from zerofit.checkpoint.adapters import write_adapters
 from zerofit.checkpoint.model_folder import CARD, ModelInfo
 from zerofit.checkpoint.published import PublishedFiles, PublishedModel
-from zerofit.config.shares import shared_out
+from zerofit.config.batch import shared_out
 from zerofit.data import Data, Order, open_data
 from zerofit.data.chat_template import tokenizer_files
 from zerofit.models.catalog import source_of

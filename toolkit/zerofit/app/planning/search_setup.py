@@ -11,7 +11,7 @@ from zerofit.app.planning.corrections import MeasuredScaling, TraceCalibration, 
 from zerofit.app.planning.layout_pins import DEGREES, batch_and_precision, knobs_of, savings_of
 from zerofit.app.planning.profiles import ProfileRequest, get_profile, read_profile
 from zerofit.app.planning.request import PlanningRequest
-from zerofit.config.shares import solve_by_rank
+from zerofit.config.batch import solve_by_rank
 from zerofit.features.checkpointing import alternatives
 from zerofit.features.engines import ENGINES
 from zerofit.models.hf_config import traced_args, weight_bytes
