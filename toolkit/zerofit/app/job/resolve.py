@@ -15,10 +15,9 @@ from zerofit.app.job.model_facts import facts_of, max_positions_of
 from zerofit.app.job.requests import assumed_inputs, from_saved
 from zerofit.check.aliases import documented_config
 from zerofit.check.document import Document, of_data
-from zerofit.config.decide import Decision, decide, where, with_recipe
+from zerofit.config.decide import Decision, Kind, decide, where, with_recipe
 from zerofit.config.ds_json import read_for_run
 from zerofit.config.pipelines import most_stages
-from zerofit.config.recipes import Kind
 from zerofit.config.resolve import resolve
 from zerofit.config.validate import check_machine, check_model
 from zerofit.data import Data, check_data, default_data, open_data
