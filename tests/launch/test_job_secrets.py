@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from tests.launch.hostile import HOSTILE, LINES
 from tests.launch.test_kubernetes import validate
 from zerofit.cli.main import main
-from zerofit.launch.sbatch import env_file_text
+from zerofit.launch.job_file import env_file_text
 
 SECRET = "c2f1-of-the-hub"
 SLURM = ("--slurm", "job.sbatch", "--time", "60", "--setup", "")

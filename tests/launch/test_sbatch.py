@@ -13,8 +13,7 @@ import time
 import pytest
 
 from tests.launch.hostile import HOSTILE, LINES
-from zerofit.launch.job_file import write_once
-from zerofit.launch.sbatch import SlurmJob, sbatch_text, seconds
+from zerofit.launch.job_file import SlurmJob, sbatch_text, seconds, write_once
 from zerofit.spec.errors import UserError
 
 ZEROFIT = """#!{python} -I

@@ -12,7 +12,7 @@ import pytest
 
 from tests.launch.hostile import HOSTILE
 from tests.launch.slurm import CPUS, MISSING, slurm_of_one_node
-from zerofit.launch.sbatch import SlurmJob, sbatch_text
+from zerofit.launch.job_file import SlurmJob, sbatch_text
 
 pytestmark = [
     pytest.mark.root,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,52 @@ from zerofit.spec.errors import Problem, Problems, UserError
 
 LONGEST = 1000  # characters of one line
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # names of environment variables (POSIX, 8.1)
+# sbatch(1), --time: minutes, m:s, h:m:s, days-h, days-h:m, days-h:m:s
+TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
+LONGEST_LEAD_S = 65535  # sbatch(1), --signal
+
+HEAD = """\
+# Slurm sends USR1 to this shell only. The shell passes the first USR1 on, which asks the run to save and stop. A second
+# request would stop the run without saving. Slurm sends TERM to every process of the job by itself.
+asked=0 told=0 interrupted=0 child=
+tell() {
+  if [[ $told == 0 && -n $child ]]; then
+    told=1
+    kill -s USR1 "$child" 2>/dev/null
+  fi
+}
+trap 'asked=1 interrupted=1; tell' USR1
+trap 'asked=1 interrupted=1 told=1; [[ -n $child ]] || exit 143' TERM
+"""
+
+BODY = """\
+# srun (since Slurm 22.05) reads the processors per rank only from this variable
+if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
+  export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+fi
+
+"${command[@]}" &
+child=$!
+[[ $asked == 0 ]] || tell
+while true; do
+  interrupted=0
+  wait "$child"
+  code=$?
+  [[ $interrupted == 1 ]] || break # a signal interrupts `wait`; the run continues until it has saved
+done
+"""
+
+REQUEUE = """\
+# Exit code 75: the run stopped with a checkpoint. 130 and 138: it stopped before there was anything to save. Only a job
+# that is still RUNNING is requeued: not a cancelled job, and not a job that Slurm has requeued, which is PENDING.
+if [[ $code == 75 || ($asked == 1 && ($code == 130 || $code == 138)) ]]; then
+  state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
+  echo "zerofit stopped on request (exit code $code) in job $SLURM_JOB_ID ($state)" >&2
+  if [[ $state == RUNNING ]]; then
+    scontrol requeue "$SLURM_JOB_ID"
+  fi
+fi
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,3 +132,108 @@ def write_once(path: Path, text: str, mode: int = 0o666) -> bool:
     except OSError as error:
         message, hint = f"cannot write {path}: {error.strerror}", "use a file in an existing folder"
         raise UserError(Problem(kind="unwritable", message=message, hint=hint, where=str(path))) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmJob(SchedulerJob):
+    """The content of an sbatch file; a shell interprets only `setup`."""
+
+    time: str  # limit in Slurm's format: "90" (minutes), "12:00:00", "2-12"
+    save_s: int = 300  # seconds before the limit at which the run saves and stops
+    partition: str | None = None
+    account: str | None = None
+    requeue: bool = True  # continue after pre-emption, a lost node, or the time limit
+    log: str = "slurm-%j.log"  # output file; %j is the job's number
+    env_file: str | None = None  # absolute path of a file of `export` lines (`env_file_text`) for the job
+    env_file_names: tuple[str, ...] = ()  # names of the variables set in `env_file`, for all ranks
+    setup: str = ""  # shell command that makes `zerofit` available, like "source /opt/venv/bin/activate"
+
+
+def sbatch_text(job: SlurmJob) -> str:
+    """Return the sbatch file, clean under shellcheck. Raises UserError with all problems."""
+    _check(job)
+    options = {
+        "job-name": job.name,
+        "nodes": str(job.nodes),
+        "ntasks-per-node": str(job.slots),
+        "gpus-per-node": str(job.slots) if job.device == "gpu" else None,
+        "time": job.time,
+        "signal": f"B:USR1@{job.save_s}",
+        "partition": job.partition,
+        "account": job.account,
+        "output": job.log,
+        "open-mode": "append",
+    }
+    lines = ["#!/bin/bash"]
+    lines += [f"#SBATCH --{name}={_sbatch_quote(value)}" for name, value in options.items() if value is not None]
+    lines += ["#SBATCH --requeue" if job.requeue else "#SBATCH --no-requeue", "", HEAD]
+    if job.setup:
+        lines += ["# shellcheck disable=all", "{", f"  {job.setup}", "} || exit", ""]
+    lines += ["# Text in single quotes is literal.", "# shellcheck disable=SC2016,SC1003,SC1090,SC1091", "{"]
+    if job.env_file:
+        lines += [f"  . {shlex.quote(job.env_file)} || exit"]
+    lines += [f"  export {name}={shlex.quote(value)}" for name, value in job.env.items()]
+    argv = ["zerofit", "launch", "--launcher", "slurm", f"--output={job.output}"]
+    argv += [*(f"--env={name}" for name in (*job.env, *job.env_file_names)), *job.flags, "--", job.run]
+    lines += ["  command=(", *(f"    {shlex.quote(word)}" for word in argv), "  )", "}", ""]
+    return "\n".join(lines) + "\n" + BODY + (REQUEUE if job.requeue else "") + 'exit "$code"\n'
+
+
+def env_file_text(env: Mapping[str, str]) -> str:
+    """Return shell lines that set these variables. Raises UserError for unsupported ones."""
+    problems = Problems()
+    check_texts([("--env", value) for value in env.values()], problems)
+    check_environment(env, problems)
+    problems.raise_if_any()
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
+
+
+def _sbatch_quote(value: str) -> str:
+    """Quote a value for a `#SBATCH` line: double quotes, with a backslash before `"` and `\\`."""
+    if re.fullmatch(r"[\w@%+=:,./-]+", value, re.ASCII):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _check(job: SlurmJob) -> None:
+    problems = Problems()
+    check_counts({"--nodes": job.nodes, "--slots": job.slots}, problems)
+    named = {"--job-name": job.name, "--partition": job.partition, "--account": job.account, "--log": job.log}
+    for knob, text in named.items():
+        if text == "":
+            problems.add("bad-value", "it is empty", "remove it" if knob != "--job-name" else "", knob)
+        check_line(knob, text or "", problems)
+    if "\\" in job.log:
+        problems.add("bad-value", f"{job.log!r}: Slurm interprets backslashes", "rename the file", "--log")
+    check_line("--setup", job.setup, problems)
+    check_texts(job.texts(), problems)
+    check_environment([*job.env, *job.env_file_names], problems)
+    _check_time(job, problems)
+    problems.raise_if_any()
+
+
+def _check_time(job: SlurmJob, problems: Problems) -> None:
+    limit_s = seconds(job.time)
+    if limit_s is None:
+        hint = 'write minutes ("90"), "hours:minutes:seconds" or "days-hours:minutes:seconds"'
+        problems.add("bad-value", f"{job.time!r} is not a Slurm time limit", hint, "--time")
+    elif not 1 <= job.save_s <= LONGEST_LEAD_S:
+        message = f"got {job.save_s} s; from 1 to {LONGEST_LEAD_S} are allowed"
+        problems.add("bad-value", message, "", "--save-before-limit")
+    elif limit_s <= job.save_s + 60:  # Slurm may send the signal a minute early: sbatch(1), --signal
+        message = f"a limit of {limit_s} s leaves no time to train, since saving starts {job.save_s} s before it"
+        problems.add("bad-value", message, "raise --time, or lower --save-before-limit", "--time")
+
+
+def seconds(time: str) -> int | None:
+    """Return a Slurm time limit in seconds; None if it is invalid or 0."""
+    match = TIME.fullmatch(time) if time.isascii() else None
+    if not match:
+        return None
+    parts = [int(part) for part in match["rest"].split(":")]
+    if match["days"]:
+        parts = [*parts, 0, 0][:3]  # hours come first
+    elif len(parts) < 3:
+        parts = [0, *parts, 0][:3]  # minutes come first
+    hours, minutes, secs = parts
+    return int(match["days"] or 0) * 86400 + hours * 3600 + minutes * 60 + secs or None
