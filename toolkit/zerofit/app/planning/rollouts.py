@@ -26,10 +26,9 @@ from zerofit.plan.time import Timer
 from zerofit.rollout.heads import EARLY_VERL, OPENRLHF, VERL, online_dpo, with_fused_head, with_whole_head
 from zerofit.rollout.methods import METHODS, WITH_PROCESSES, RolloutSettings
 from zerofit.rollout.phases import RolloutMemory, findings
-from zerofit.rollout.processes import OpenRlhfMemory, ProcessMemory
+from zerofit.rollout.processes import OpenRlhfMemory, ProcessMemory, VerlMemory
 from zerofit.rollout.served import ServedModel
 from zerofit.rollout.speed import RolloutTime, generation_s
-from zerofit.rollout.verl import VerlMemory
 from zerofit.rollout.vllm import STEP, EngineMemory, EngineSettings
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
