@@ -149,6 +149,7 @@ class _Inner(torch.autograd.Function):
         xz, projected, B, C, _, out, conv, conv_bias, x_proj, delta_proj, out_proj, out_bias, A, D, bias = (
             ctx.saved_tensors
         )
+        # As in mamba_ssm, forward does not save the convolution's result and delta: backward computes them again.
         batch, _, length = xz.shape
         rank, states = delta_proj.shape[1], A.shape[1]
         grad = _last_dense(grads[0])

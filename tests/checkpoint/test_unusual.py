@@ -261,6 +261,28 @@ def test_the_named_one_of_several_universal_checkpoints_is_read(tmp_path):
     assert FullState(path).read("w").tolist() == [9, 9] and Checkpoint(path).verify().ok
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_all_stages_of_a_universal_pipeline_keep_their_optimizer_states(tmp_path, stage):
+    """As DeepSpeed's ds_to_universal.py writes it: the file of each stage lists only its own parameters."""
+    step, wanted = tmp_path / "universal/step", dict[str, torch.Tensor]()
+    for rank, layers in enumerate([(1, 2), (4,)]):
+        shapes = {f"{layer}.{name}": size for layer in layers for name, size in (("weight", (4, 3)), ("bias", (4,)))}
+        for name, size in shapes.items():
+            (step / "zero" / name).mkdir(parents=True)
+            for kind in ("fp32", "exp_avg", "exp_avg_sq"):
+                torch.save({"param": torch.rand(size)}, step / f"zero/{name}/{kind}.pt")
+            torch.save(torch.tensor(3.0), step / f"zero/{name}/step.pt")
+            wanted[name] = torch.load(step / f"zero/{name}/exp_avg.pt")["param"]
+        listed = [{name: torch.Size(size) for name, size in shapes.items()}]
+        torch.save({"module": None, "param_shapes": listed}, step / f"mp_rank_{rank:02}_model_states.pt")
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "params": [0]}
+    torch.save({"param_groups": [group]}, step / "zero/optimizer_state.pt")
+    Checkpoint(step).convert(tmp_path / "out", to="deepspeed", ranks=2, stage=stage)
+    found = FullState(tmp_path / "out")
+    assert [group.names for group in found.groups] == [list(wanted)]
+    assert all(torch.equal(found.read(name, "exp_avg"), value) for name, value in wanted.items())
+
+
 def test_a_universal_checkpoint_by_zerofit_is_read_again(written, tmp_path):
     """Its folder has the name of a run's checkpoint, and the files of an engine's model states."""
     Checkpoint(written[2]).convert(tmp_path / "universal")

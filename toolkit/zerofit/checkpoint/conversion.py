@@ -109,6 +109,7 @@ def progress(report: Reporter, total: int, verb: str = "converting") -> Callable
     """Return a function that counts written bytes, and reports their sum and the time left."""
     done, begun = 0, time.monotonic()
 
+    # Files of an interrupted conversion count at once. So the first seconds would give far too short an estimate.
     def wrote(count: int) -> None:
         nonlocal done
         done = min(done + count, total)

@@ -268,6 +268,8 @@ class _Rules:
 
     def widths(self, name: str, lengths: list[int]) -> list[list[int]] | None:
         """Return each rank's rows in each of a weight's stacked matrices; None for one matrix."""
+        # The most exact description comes first: widths of each rank, then two equal halves, then equal parts of any
+        # number.
         for pattern, widths in (self.saved.get("sub_param_shard_widths") or {}).items():
             if self.matches([pattern], name):
                 return [list(each) for each in widths]

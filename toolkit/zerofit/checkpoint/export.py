@@ -317,6 +317,7 @@ def _check_names(model: nn.Module, state: FullState, checkpoint: Path, without_f
 
     `without_frozen`: the checkpoint has no frozen parameters.
     """
+    # state_dict lists a tied tensor under each of its names. The checkpoint has it once, so `saved` gets the others.
     tensors = model.state_dict(keep_vars=True)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     frozen = {name for name, p in parameters.items() if without_frozen and not p.requires_grad}

@@ -421,6 +421,7 @@ def _differ(state: FullState, share: list[Shard], shard: Shard, saved: Tensor) -
     """
     flat = saved.reshape(-1)[shard.start : shard.start + shard.numel]
     offset = shard.start
+    # In pieces, since a parameter's masters may need more memory than this machine has.
     for stored in flat.split(PIECE // 4):
         weights, masters = torch.empty_like(stored), torch.empty_like(stored)
         safe_load.copy_numbers(weights, stored)

@@ -353,6 +353,7 @@ class ModelInfo:
         shared += ("packing", "stream", "pair_field", "label_field", "target_len")
         return cls(
             **{name: getattr(run, name) for name in shared},
+            # Adapters need their base model again. A full model does not, so its card names no folder of the machine.
             pretrained=os.path.abspath(run.pretrained.expanduser()) if run.pretrained and run.lora else None,
             task=task,
             inputs=inputs,

@@ -262,6 +262,7 @@ class Store:
         progress: Callable[[str], None] | None = None,
     ) -> CheckpointEntry | None:
         """Return the newest undamaged checkpoint. Call `on_damaged` for each newer one."""
+        # `verify` reads every byte. The newest one is usually complete, so only one checkpoint is read.
         for entry in reversed(self.entries()):
             damage = entry.damage or verify(entry.path, progress)
             if not damage:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -409,14 +410,17 @@ def universal_index(found: Foreign) -> RankIndex:
 # A group's `params` count entries of `param_shapes`.
 def _universal_groups(found: Foreign, names: Container[str]) -> list[ParameterGroup]:
     """Return the optimizer's groups of these parameters."""
-    shared, models = found.files / "zero/optimizer_state.pt", sorted(found.files.glob("*mp_rank_00_model_states.pt"))
+    # Each stage of a pipeline has a file of its own, which lists only its parameters. Tensor ranks list equal names.
+    shared, ends = found.files / "zero/optimizer_state.pt", "mp_rank_*_model_states.pt"
+    models = [file for start in ("", "zero_pp_rank_0_") for file in sorted(found.files.glob(start + ends))]
     entries = safe_load.load(shared).get("param_groups") if shared.is_file() else None
-    shapes = safe_load.load(models[0]).get("param_shapes") if models else None
-    if not entries or not shapes:
+    shapes = [safe_load.load(file).get("param_shapes") or [] for file in models]
+    listed = [dict.fromkeys(chain(*parts)) for parts in zip_longest(*shapes, fillvalue={})]
+    if not entries or not listed:
         return []
     groups = list[ParameterGroup]()
     for number, entry in enumerate(entries):
         settings = {key: value for key, value in entry.items() if key != "params"}
-        parts = [shapes[part] for part in entry.get("params", [number]) if part < len(shapes)]
+        parts = [listed[part] for part in entry.get("params", [number]) if part < len(listed)]
         groups.append(ParameterGroup([name for part in parts for name in part if name in names], settings))
     return groups

@@ -27,6 +27,7 @@ def checks(hosts: Sequence[Host], facts: Facts, own: HostFacts, accelerator: str
 
     Run folder, clock and network are checked elsewhere.
     """
+    # If one host has GPUs, the run is meant for GPUs. A host without them is then a failure, not a host for CPU ranks.
     cuda = any(host_facts["gpus"] for host_facts in facts.values()) if accelerator is None else accelerator == "cuda"
     names = [host_facts["gpus"][0]["name"] for host_facts in facts.values() if host_facts["gpus"]]
     found: list[Check] = []
@@ -102,6 +103,7 @@ def slots(host: Host, host_facts: HostFacts, *, cuda: bool) -> Check:
         hint = f"repair the driver on {host} (after an update: reboot), or leave the host out with --exclude"
     elif cuda and not count:
         problem, hint = "no GPU found", f"run nvidia-smi on {host}, or leave the host out with --exclude"
+    # Selected devices can be missing although there are enough of them: device 7 of a host with 4 GPUs.
     elif cuda and max(host.ids) >= count:
         problem = f"there is no device {max(host.ids)}: the host has {count} {what}"
     elif host.slots > count:

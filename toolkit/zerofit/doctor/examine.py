@@ -108,6 +108,7 @@ async def _across(hosts: list[Host], reached: dict[str, Conversation], first: Pr
             hint = "open all TCP ports between the hosts; NCCL_DEBUG=INFO shows where it stops"
             return [Check(name="all-reduce between hosts", host=host.name, status=FAIL, value=error, hint=hint)]
         figures += answer["ranks"]
+    # A collective ends when its slowest rank ends, so the worst figures of all ranks count.
     slowest = {"link": min(f["link"] for f in figures), "link_latency_s": max(f["link_latency_s"] for f in figures)}
     name = hosts[0].name
     return list(host_checks.speeds_across(name, first.facts[name], slowest, first.interfaces.get(name)))

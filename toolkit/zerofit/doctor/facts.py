@@ -166,6 +166,7 @@ def answer(question: dict[str, Any], stack: ExitStack, say: Say) -> Mapping[str,
         return _listen(int(question["port"]), stack)
     if kind == "reach":
         targets = [(str(host), int(port)) for host, port in question["targets"]]
+        # A target behind a firewall answers nothing until the timeout. So all targets are tried at the same time.
         with ThreadPoolExecutor(max(1, len(targets))) as pool:
             return {"reached": list(pool.map(lambda target: system.reach(*target), targets))}
     if kind == "sweep":

@@ -108,6 +108,7 @@ def _compilers(host: str, facts: HostFacts) -> Iterator[Check]:
 
 def _limits(host: str, facts: HostFacts) -> Iterator[Check]:
     """Check the limits of processes, and the size of /dev/shm."""
+    # InfiniBand reads and writes only locked memory, whose size memlock limits.
     locks = facts["gpus"] and facts["infiniband"]
     least = {"nofile": NOFILE, "nproc": NPROC} | ({"memlock": MEMLOCK} if locks else {})
     for name, value in least.items():
@@ -350,6 +351,8 @@ def driver(host: str, facts: HostFacts) -> Iterator[Check]:
     """Check whether the driver is new enough for the CUDA that torch was built with."""
     if not facts["driver"]:
         return
+    # A driver runs programs of every minor version of CUDA that have its major version. So only the major version
+    # counts.
     cuda = version(facts["versions"]["cuda"])
     least = DRIVERS.get(cuda[0]) if cuda else None
     short = least is not None and version(facts["driver"])[0] < least

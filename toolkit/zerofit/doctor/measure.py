@@ -87,6 +87,7 @@ def _matmul(device: torch.device, budget_s: float) -> dict[str, float]:
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     if device.type == "cuda":
         dtypes["fp16"] = torch.float16
+        # GPUs before Ampere have no units for bf16, so such products are emulated and slow.
         if torch.cuda.get_device_capability(device)[0] < 8:
             del dtypes["bf16"]
     found = {}

@@ -177,6 +177,7 @@ def _products(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> 
         product = torch.mm if many == 1 else torch.bmm
 
         def work(operands: Operands = operands, product: Callable[..., Tensor] = product) -> Tensor:
+            # A linear layer stores its weights as (outputs, inputs), so its product reads them transposed.
             a, b = next(operands)
             return product(a, b.mT)
 
@@ -224,6 +225,7 @@ def _convolutions(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str)
             grad = torch.ones_like(out)
 
             def backward(x: Tensor = x, weight: Tensor = weight, out: Tensor = out, grad: Tensor = grad) -> object:
+                # The graph is kept because the watch calls this function many times.
                 return torch.autograd.grad(out, (x, weight), grad, retain_graph=True)
 
             flops = 2.0 * shape[0] * shape[1] * shape[2] * groups

@@ -202,6 +202,7 @@ def candidates_of(facts: HostFacts, *, alone: bool) -> list[str]:
         for row in facts["addresses"]
         if not row["loopback"] and not row["link_local"] and ipaddress.ip_address(row["address"]).version == 4
     ]
+    # This machine has just reached the host at ssh's address. Faster interfaces may belong to another network.
     by_ssh = facts["asked_from"]["here"]
     usable.sort(key=lambda row: (row["address"] != by_ssh, -(row["speed_mbit"] or 0)))
     return [row["address"] for row in usable] or [LOOPBACK]

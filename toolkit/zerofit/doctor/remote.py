@@ -223,6 +223,7 @@ async def ask_all(
 ) -> dict[str, dict[str, Any] | Unreachable]:
     """Ask all hosts one question, or a question by host. Return the answers by host."""
 
+    # An exception would make `gather` drop the answers of the other hosts.
     async def ask(host: Conversation) -> dict[str, Any] | Unreachable:
         try:
             return await host.ask(question if "ask" in question else question[host.host], patience_s, say)

@@ -236,6 +236,7 @@ def addresses() -> list[Address]:
         for row in rows:
             if row.family not in (socket.AF_INET, socket.AF_INET6) or state is None or not state.isup:
                 continue
+            # A local IPv6 address ends in its interface: fe80::1%eth0.
             address = row.address.split("%")[0]
             found.append(
                 {

@@ -117,6 +117,7 @@ def draw(kind: str, about: dict[str, Any], rows: Rows, out: Path) -> None:
     """Draw a comparison into a PNG file."""
     from matplotlib.figure import Figure
 
+    # Failed measurements have no figures. The table lists them, the picture does not.
     good = [row for row in rows if row["status"] == "ok"]
     heights = {"strategies": 2.4 + 0.34 * len(good), "batch-size": 10.5, "scaling": 4.2}
     figure = Figure(figsize=(11, heights[kind]), layout="constrained")

@@ -56,6 +56,7 @@ def explanation_sections(found: ExplanationAnswer) -> Iterator[Section]:
         {"line": r.place, "function": r.function, "kind": r.kind, "bytes": shown_bytes(r.bytes)} for r in found.lines
     )
     yield Section(title="Lines that use the most memory", blocks=table_of(lines, words=("function", "kind")))
+    # An empty text in every row removes the column. "not simulated" in every row would say nothing.
     simulated = any(row.fits is not None for row in found.changes)
     changes = (
         {

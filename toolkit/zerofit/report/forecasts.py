@@ -244,6 +244,7 @@ def plan_answer(name: str, found: PlanAnswer) -> Answer:
         mfu = f", MFU {best.mfu:.0%}" if best.mfu is not None else ""
         facts += [("fastest", best.layout), ("step time", _step(best))]
         facts += [("speed", f"{_speed(best)}{mfu}"), ("memory", memory)]
+        # Row 0 is the fastest layout, so there is nothing to add if it is also the simplest.
         if simplest and 0 < simplest < len(found.layouts):
             row = found.layouts[simplest]
             facts += [("simplest, about as fast", f"{row.layout}: {_step(row)}")]

@@ -84,6 +84,7 @@ def _figure(timeline: MemoryTimeline) -> Figure:
     areas.tick_params(axis="x", labelbottom=False, length=0)
     for side in ("top", "right"):
         areas.spines[side].set_visible(False)
+    # The legend lists kinds from top to bottom, as they are stacked. matplotlib would begin with the lowest.
     handles, labels = areas.get_legend_handles_labels()
     total = timeline.get("device_total_bytes", 0)
     above = f"{_device(timeline)},\nabove this plot\n\n" if total / unit > top else ""

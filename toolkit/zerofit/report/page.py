@@ -206,6 +206,7 @@ class Page:
 
     def to_html(self) -> str:
         """Return the page. All text is escaped."""
+        # Styles and scripts are within the page. So it is one file, which also opens without a network.
         filled = [section for section in self.sections if section.blocks]
         charts = any(block.block == "chart" for section in filled for block in section.blocks)
         scripts = [ASSETS / "uPlot.iife.min.js", ASSETS / "page.js"] if charts else []

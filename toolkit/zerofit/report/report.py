@@ -83,6 +83,7 @@ ALONE: dict[type, Callable[..., Iterable[Section]]] = {
 
 def read_sources(paths: Sequence[Path]) -> Sources:
     """Read run folders and saved results. Raises UserError with all paths that are neither."""
+    # A bad path does not stop the reading: one error names all of them.
     problems, found = Problems(), list[tuple[str, Reported]]()
     for path, name in zip(paths, names_of(paths), strict=True):
         if path.is_dir():

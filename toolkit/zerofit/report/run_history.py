@@ -152,6 +152,7 @@ def _speed(figures: Record) -> str:
 
 def run_sections(runs: Mapping[str, RunHistory]) -> Iterator[Section]:
     """Yield sections: curves, measurements with forecasts, stages, and faults."""
+    # All runs share the points, so the page's size does not grow with the number of runs.
     curves = {name: _curves(run, max(100, POINTS // len(runs))) for name, run in runs.items()}
     titles = dict.fromkeys(title for found in curves.values() for title in found)
     charts = (

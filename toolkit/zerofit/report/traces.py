@@ -119,6 +119,7 @@ def read_events(path: Path) -> tuple[list[TraceEvent], dict[str, object]]:
         raise Unreadable("it has no list `traceEvents`")
     events = [event for event in listed if isinstance(event, dict) and event.get("ph") == "X"]
     for number, event in enumerate(events, 1):
+        # This comparison is also false for NaN, which Python's JSON reader accepts.
         timed = all(isinstance(event.get(key), int | float) and abs(event[key]) < MAX_TIME for key in ("ts", "dur"))
         if not timed or not isinstance(event.get("name"), str) or not isinstance(event.get("args", {}), dict):
             raise Unreadable(f'event {number} of phase "X" lacks a name, times (ts and dur) or arguments')
