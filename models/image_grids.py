@@ -61,6 +61,7 @@ def _host_values(sizes: tuple[int, int, int], side: int, count: int, window: int
     from transformers import vision_utils
 
     merge, patch, learned = sizes
+    # Fake tensors have no values, but these results decide shapes. So the functions run on real tensors.
     with _disable_current_modes(), torch.device("cpu"):
         grids = torch.tensor([(1, side, side)] * count)
         values = {

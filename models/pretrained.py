@@ -127,6 +127,7 @@ def match(model: nn.Module, source: ModelSource, inputs: Inputs | None, weights:
     differing = [n for n in shapes if n in names and weights.shapes[names[n]] != shapes[n]]
     classes = inputs.classes if isinstance(inputs, ImageInputs) else None
     owners = sorted({name.rpartition(".")[0] for name in differing})
+    # Another number of classes changes only the first dimension of the head's weight and bias.
     of_head = [n for n in differing if shapes[n][:1] == (classes,) and weights.shapes[names[n]][1:] == shapes[n][1:]]
     head = ", ".join(owners) if differing and len(of_head) == len(differing) else None
     parts = [f"{what} {_listed(tensors)}" for what, tensors in (("lacks", missing), ("has", superfluous)) if tensors]

@@ -70,6 +70,8 @@ class Quantizer:
         checksum = part_checksum(f"{name}.weight", full) if real else None
         source = BitsSource(shape=full.shape, dtype=full.dtype, checksum=checksum)
         kinds = library()
+        # bitsandbytes quantizes a weight only when it moves to a device. `_quantize` below does so before the next is
+        # read.
         if self._how.kind == "nf4":
             quantized = kinds.Params4bit(full, quant_type="nf4", compress_statistics=self._how.double)
         else:

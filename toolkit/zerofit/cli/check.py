@@ -210,6 +210,7 @@ def _show(report: CheckReport | UnreadFile, show_all: bool, several: bool) -> No
         print_facts(err(), [("", fact) for fact in facts], indent=4)
     else:
         print_facts(err(), [("", "; ".join([f"{result.file}: {total}", *facts]))], indent=0, hang=4)
+    # With the resolved JSON on standard output, findings go to standard error. So the output can be piped to a file.
     show_findings(result, show_all, on_stderr=report.resolved is not None)
     if report.resolved:
         print(json.dumps(report.resolved.config, indent=2))

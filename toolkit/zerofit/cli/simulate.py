@@ -286,6 +286,7 @@ def _show_and_try_changes(result: Simulation, as_json: bool, options: dict[str, 
     if options["plot"]:
         result.plot(options["plot"])
         result = replace(result, picture=options["plot"])
+    # The forecast is shown before the changes, because each change is a simulation of its own.
     if not as_json:
         show(result, options["details"])
     if options["knobs"]:

@@ -280,6 +280,7 @@ def _turn(turn: object, number: int) -> object:
     if not isinstance(text, str):
         raise NotAConversation(f"turn {number} ({speaker}) has no text for its value")
     fields = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    # ShareGPT's function_call is the assistant's turn, and its text is the JSON of one call or several.
     if speaker != "function_call":
         return {**fields, "role": role, "content": text}
     try:

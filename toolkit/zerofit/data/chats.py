@@ -254,6 +254,7 @@ def _encoded(source: ChatSource, template: ChatTemplate, documents: int) -> Iter
     """Yield all conversations with their tokens. Raises UserError with up to 20 problems."""
     problems: list[Problem] = []
     remaining = source.pieces(documents)
+    # Bad records are collected and raised at the end, so that one attempt names up to 20 of them.
     while len(problems) < NAMED and (block := list(islice(remaining, AT_ONCE))):
         problems += [item for item in block if isinstance(item, Problem)]
         pieces = [item for item in block if isinstance(item, ChatPiece)]

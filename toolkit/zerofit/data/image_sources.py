@@ -199,6 +199,7 @@ def open_vision_set(name: str, run: Run, task: Task, progress: Reporter) -> Data
         _fetch(name, facts, root, progress)
     scaling = Scaling(mean=tuple(255 * m for m in facts.mean), std=tuple(255 * s for s in facts.std))
     if task == "gan":
+        # The generator ends in tanh, so real images need the same range, from -1 to 1.
         scaling = Scaling.symmetric(len(facts.mean), 255)
     splits = []
     for train in (True, False):

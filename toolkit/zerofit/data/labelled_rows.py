@@ -94,6 +94,8 @@ class CsvRows(FileSet, RowSource):
                 file, delimiter = open_cells(path)
                 with file:
                     for number, row in enumerate(reader := csv.DictReader(file, delimiter=delimiter), 1):
+                        # A quoted cell may contain line breaks. So a row's number names it, and the line shows its
+                        # place in the file.
                         yield f"{name}:{number}", f"{path}:{reader.line_num}", row
             except (ValueError, csv.Error) as error:
                 message = f"cannot read {path} as CSV: {error}"

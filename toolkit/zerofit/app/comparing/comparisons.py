@@ -239,6 +239,7 @@ class _RowRunner:
         if row:
             self._report.result(f"{name}: known", row.to_dict())
             return row
+        # Rows are stored one by one, so the same command continues after a kill.
         began = time.monotonic()
         reports = self._refused(job) or run_job(
             job, self.store.folder_of(name), lambda text: self._report.status(f"{name}: {text}")

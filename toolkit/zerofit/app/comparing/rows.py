@@ -254,6 +254,7 @@ def curve_figures(curve: Sequence[dict[str, Any]], target: float) -> dict[str, o
 
     If the curve does not reach the accuracy `target`, all `..._to_target` figures are None.
     """
+    # The validation set chooses the best epoch. The test set's accuracy is read there, so it had no part in the choice.
     reached = next((point for point in curve if point["accuracy"] >= target), None)
     best, last = max(curve, key=lambda point: point["accuracy"]), curve[-1]
     return {

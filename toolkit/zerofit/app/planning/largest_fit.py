@@ -153,6 +153,7 @@ def remedies_of(setup: SearchSetup, cluster: Cluster) -> list[str]:
     host_bytes = host_needed(setup.profile, cluster, setup.request, forecast)
     if host_bytes is not None:
         remedies.append(f"{shown_bytes(host_bytes)} of host memory per node (--host-memory)")
+    # Only the smallest device that suffices is named. Host memory stays the same, so that only one thing changes.
     larger = [d for d in DEVICES.values() if d.memory_bytes > cluster.device.memory_bytes]
     for device in sorted(larger, key=lambda d: d.memory_bytes):
         has_precision = setup.request.precision in device.tflops
@@ -162,6 +163,7 @@ def remedies_of(setup: SearchSetup, cluster: Cluster) -> list[str]:
             remedies.append(f"{cluster.ranks} x {device.kind}{size}, with the same host memory")
             break
     if not cluster.nvme_bytes:
+        # A petabyte stands for any disk: the question is only whether disks help at all.
         with_disks = replace(cluster, nvme=10**15)
         if pressure(setup.profile, with_disks, setup.request, forecast) <= 1:
             remedies.append("local NVMe disks (--nvme SIZE)")
