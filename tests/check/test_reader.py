@@ -346,6 +346,28 @@ def test_encodings_that_programs_do_not_read(tmp_path, encoding, takes):
     assert "encoding" not in severities["zerofit"]
 
 
+def test_a_byte_that_is_no_text_is_named_with_its_place(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_bytes('{"train_batch_size": 8,\n "é": 1}'.encode("latin-1"))
+    with pytest.raises(UserError) as caught:
+        check_file(path)
+    assert caught.value.problems[0].where == f"{path}:2:3"
+    assert "byte 0xe9 is not UTF-8; save the file as UTF-8" in str(caught.value)
+
+
+@pytest.mark.parametrize("word", ["5", "5.0", " 5 ", "+5", "1_0", "5e8", "1E6", "5.", "5.0e1"])
+def test_deepspeed_converts_only_words_that_pydantic_reads_as_integers(word):
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config = {"train_batch_size": 8, "zero_optimization": {"stage": 2, "reduce_bucket_size": word}}
+    try:
+        taken = DeepSpeedConfig(config).zero_config.reduce_bucket_size == float(word)
+    except ValueError:
+        taken = False
+    (finding,) = [f for f in check(of_data(config), TargetHardware(reader="deepspeed")) if f.code == "number-as-string"]
+    assert (finding.effect == "stops") != taken
+
+
 def test_values_given_beside_the_file():
     config = {"train_batch_size": 32, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "bf16": {"enabled": True}}
     run = Run(ranks=1, micro_batch=1, gradient_accumulation_steps=4, lr=3e-4, precision="fp16")

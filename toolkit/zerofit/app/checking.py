@@ -329,7 +329,7 @@ def read_arguments(given: str | Path | Mapping[str, object], *, accelerate: bool
         message = f"{given} has a syntax error at line {fault.line}, column {fault.column}: {fault.message}"
         problem = Problem(kind="syntax", message=message, where=f"{given}:{fault.line}:{fault.column}")
         raise UserError(problem) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         message = f"cannot read {given}: {error}"
         raise UserError(Problem(kind="unreadable", message=message, where=where)) from None
 

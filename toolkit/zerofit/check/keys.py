@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -42,6 +43,7 @@ INTEGERS = (*COUNTED[:3], _EXPERTS, "flops_profiler.module_depth")
 # what DeepSpeed does with a number below the minimum, for keys that it does not check
 BELOW = {"gradient_clipping": "DeepSpeed does not clip", "steps_per_print": "DeepSpeed uses it without its sign"}
 MOST_INTEGER = 2**63  # pydantic, which reads the strict sections, refuses integers from here on
+INTEGER_WORD = re.compile(r"\s*[+-]?[0-9]+(_[0-9]+)*(\.0+)?\s*")  # pydantic reads it as an integer; "5e8" it refuses
 FLAG_WORDS: dict[str, bool] = dict.fromkeys(("1", "t", "y", "yes", "on", "true"), True)  # pydantic's
 FLAG_WORDS |= dict.fromkeys(("0", "f", "n", "no", "off", "false"), False)
 
@@ -290,7 +292,8 @@ def _faults(path: str, value: Any, schema: Schema, strict: bool) -> Iterator[Fin
     code, why = "wrong-type", "DeepSpeed refuses it or fails later"
     if isinstance(value, str) and (number := as_number(value)) is not None and _fits(number, schema):
         code, edits = "number-as-string", (Assignment(path, number),)
-        why = "DeepSpeed converts it, but other readers of the file may not" if strict else "DeepSpeed fails on it"
+        converted = strict and (not integer or INTEGER_WORD.fullmatch(value))
+        why = "DeepSpeed converts it, but other readers of the file may not" if converted else "DeepSpeed fails on it"
     elif "properties" in schema and isinstance(value, bool) and "enabled" in schema["properties"]:
         edits = (Assignment(path, {"enabled": value}),)
     elif _fits(True, schema) and "object" not in schema.get("type", ()):

@@ -105,7 +105,7 @@ def read_document(path: Path, where: str = "--ds-config") -> Document:
         message = f"{path} is not valid {fault.notation} at line {fault.line}, column {fault.column}: {fault.message}"
         hint = YAML_HINT if fault.message.endswith(YAML) else ""
         raise UserError(Problem(kind="json-syntax", message=message, hint=hint, where=place)) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         problem = Problem(kind="unreadable", message=f"cannot read {path}: {error}", where=where)
         raise UserError(problem) from None
     if not isinstance(document.config, dict):
@@ -121,12 +121,20 @@ def read_document(path: Path, where: str = "--ds-config") -> Document:
 
 
 def read_text(path: Path) -> tuple[str, str]:
-    """Return the text of a file (or of standard input for "-") and its detected encoding."""
+    """Return the text of a file (or of standard input for "-") and its detected encoding.
+
+    Raises OSError, and SyntaxFault with the position of a byte that is not text.
+    """
     raw = sys.stdin.buffer.read(LARGEST + 1) if str(path) == "-" else path.open("rb").read(LARGEST + 1)
     if len(raw) > LARGEST:
         raise OSError(f"more than {LARGEST:,} bytes, too large for a DeepSpeed JSON")
     encoding = json.detect_encoding(raw)
-    return raw.decode(encoding), encoding
+    try:
+        return raw.decode(encoding), encoding
+    except UnicodeDecodeError as error:
+        before = raw[: error.start].decode(encoding, errors="replace")
+        message = f"byte 0x{raw[error.start]:02x} is not {encoding.upper()}; save the file as UTF-8"
+        raise SyntaxFault(message, before.count("\n") + 1, len(before) - before.rfind("\n")) from None
 
 
 def parse_text(text: str, *, yaml: bool = False) -> Document:
