@@ -226,6 +226,10 @@ CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": 
 TURNS = [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]
 
 
+GEMINI_QUESTION = {"role": "user", "parts": [{"text": "2 + 2?"}]}
+GEMINI_ANSWER = {"role": "model", "parts": [{"text": "4"}]}
+
+
 def exported(role, text, parent, child):
     message = {"author": {"role": role}, "content": {"content_type": "text", "parts": [text]}}
     return {"message": message, "parent": parent, "children": [child]}
@@ -251,12 +255,14 @@ TREE = {  # ChatGPT's: the answer "5" was regenerated, so the branch of the curr
         [{"title": "t", "mapping": TREE, "current_node": "a"}] * 2,
         [{"name": "n", "chat_messages": [{"sender": "human", "text": "2 + 2?"}, {"sender": "assistant", "text": "4"}]}]
         * 2,
+        [{"contents": [{"role": "user", "parts": [{"text": "2 + "}, {"text": "2?"}]}, GEMINI_ANSWER]}] * 2,
+        [{"systemInstruction": {"parts": [{"text": "s"}]}, "contents": [GEMINI_QUESTION, GEMINI_ANSWER]}] * 2,
     ],
 )
 def test_commands_extract_nested_conversations_and_exports(tmp_path, refused, opened, content):
     (tmp_path / "a.json").write_text(json.dumps(content, indent=1))
     made = run_jq(refused(data=f"jsonl:{tmp_path}/a.json")[0].hint, tmp_path / "a.json")
-    text, learned = said_of(opened(data=f"jsonl:{made}", seq_len=64, packing=False))
+    text, learned = said_of(opened(data=f"jsonl:{made}", seq_len=96, packing=False))
     assert text.count("<|assistant|>") == 1 and "2 + 2?" in text and learned == "4<|end|>\n"
 
 

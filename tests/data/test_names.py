@@ -27,7 +27,12 @@ def test_an_unknown_name_offers_near_ones():
 def test_a_bare_path_is_read_for_the_user(tmp_path):
     (tmp_path / "a.jsonl").write_text("{}")
     assert problem(split_name, f"{tmp_path}/a.jsonl").hint == f"did you mean jsonl:{tmp_path}/a.jsonl?"
+    assert problem(split_name, str(tmp_path)).hint == f"did you mean hf:{tmp_path}?"
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "0.png").touch()
     assert "imagefolder:" in problem(split_name, str(tmp_path)).hint
+    for missing in (f"{tmp_path}/c", "c.jsonl"):
+        assert problem(split_name, missing).message == f"--data {missing}: no such file or folder"
 
 
 @pytest.mark.parametrize("name", ["text", "text:", "digits:5", "imagefolder"])

@@ -174,6 +174,10 @@ _EXPORTS = (  # fields of a chat program's export, and jq's expression for the c
     ),
     ({"chat_messages"}, "{messages: [.chat_messages[] | {role: .sender, content: .text}]}"),  # Claude's
 )
+_GEMINI = (  # jq's expression for a record of Gemini's tuning files
+    '{messages: [((.systemInstruction // .system_instruction // empty) | .role = "system"), .contents[]'
+    ' | {role, content: (.parts | map(.text // error("a part without text")) | add)}]}'
+)
 
 
 def _command(expression: str, file: str) -> str:
@@ -189,6 +193,8 @@ def _nested(row: Record) -> str:
     for name, value in row.items():
         path = f".[{json.dumps(name)}]"
         first = value[0] if isinstance(value, list) and value else None
+        if name == "contents" and isinstance(first, Mapping) and "parts" in first:
+            return _GEMINI
         if isinstance(value, Mapping) and form_of(value, ""):
             return path
         if isinstance(first, Mapping) and form_of(first, ""):

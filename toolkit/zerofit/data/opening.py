@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from zerofit.data.base import Data, Dataset
 from zerofit.data.chat_records import CHAT_FIELDS
 from zerofit.data.chats import open_chats
 from zerofit.data.hf import open_hf
+from zerofit.data.image_files import SUFFIXES
 from zerofit.data.image_sources import open_packaged_set, open_vision_set
 from zerofit.data.imagefolder import open_imagefolder
 from zerofit.data.jsonl import open_jsonl
@@ -116,9 +118,11 @@ def split_name(data: str) -> tuple[str, str]:
         message = f"--data {data}: unknown kind of data ({', '.join(KINDS)})"
         path, hint = Path(data).expanduser(), nearest(word, KINDS)
         if path.is_dir():
-            hint = f"did you mean imagefolder:{data} or text:{data}/*.txt?"
+            hint = f"did you mean {_kinds_of_folder(path, data)}?"
         elif path.is_file():
             hint = f"did you mean {kind_of_file(path)}:{data}?"
+        elif path.suffix or len(path.parts) > 1:
+            message, hint = f"--data {data}: no such file or folder", "check the path"
         raise UserError(Problem(kind="unknown-data", message=message, hint=hint, where="--data"))
     shown = f"{word}:{kind.argument}" if kind.argument else word
     if kind.required and not argument:
@@ -128,6 +132,14 @@ def split_name(data: str) -> tuple[str, str]:
         message = f"--data {data}: {word} does not accept the argument {argument!r}"
         raise UserError(Problem(kind="data-argument", message=message, hint=f"use --data {word}", where="--data"))
     return word, argument
+
+
+def _kinds_of_folder(path: Path, data: str) -> str:
+    """Return the data names that fit a folder, by its first files."""
+    suffixes = {file.suffix for file in islice(path.rglob("*"), 1000)}
+    if suffixes & {".parquet", ".arrow", ".jsonl", ".json", ".csv"} and not suffixes & SUFFIXES:
+        return f"hf:{data}"
+    return f"imagefolder:{data} or text:{data}/*.txt"
 
 
 def kind_of_file(path: Path) -> str:
@@ -252,7 +264,7 @@ def _tokenized(name: str, tokens: Tokens, tokenizer: Tokenizer, task: Task, seq_
     if train <= seq_len or valid < 2:
         message = f"--data {name} has {train:,} training tokens and {valid:,} validation tokens"
         message += f"; a sample needs {seq_len + 1:,} tokens, and validation needs at least 2"
-        hint = f"add text, or use --seq-len {max(1, train // 20)} or less"
+        hint = f"add text, or use --seq-len {train // 20} or less" if train >= 20 else "add text"
         raise UserError(Problem(kind="data-too-short", message=message, hint=hint, where="--data"))
     # The first token of causal text is not a label.
     labels = {"training": train - (task == "causal-lm"), "validation": valid - (task == "causal-lm")}
