@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
+
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.torch_version import TorchVersion
@@ -30,6 +34,7 @@ def attention(device, query, key, value, **more):
     return tuple(out.shape), ops.names
 
 
+HALF, DOUBLE = torch.bfloat16, torch.float64
 FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
 
 
@@ -94,13 +99,57 @@ def test_attention_of_a_cpu_is_torchs(key_heads, value_width, kernel):
     assert (FLASH_FOR_CPU in names) == kernel == (FLASH_FOR_CPU in ops.names)
 
 
-def test_keys_of_one_head_have_no_kernel_on_a_gpu():
+@pytest.mark.versions(of="torch")
+def test_keys_of_one_head_are_broadcast_on_a_gpu():
+    """sdp_utils_cpp.h, check_batch_size_and_num_heads_dense: `supports_mqa` is new in torch 2.14."""
     query, key = (torch.empty(1, heads, 8, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 1))
-    shape, names = attention("cuda", query, key, key)
-    assert shape == (1, 4, 8, 64) and not {FLASH, EFFICIENT} & names
+    mask = torch.empty(8, 8, dtype=torch.bool, device="meta")
+    header = Path(torch.__file__).parent / "include/ATen/native/transformers/sdp_utils_cpp.h"
+    supported = "supports_mqa" in header.read_text()
+    for kernel, more in ((FLASH, {}), (EFFICIENT, {"attn_mask": mask})):
+        shape, names = attention("cuda", query, key, key, **more)
+        assert shape == (1, 4, 8, 64) and {FLASH, EFFICIENT} & names == ({kernel} if supported else set())
 
 
-HALF, DOUBLE = torch.bfloat16, torch.float64
+def saved_bytes(device, query, key, *, mask=None):
+    """Bytes that attention saves for backward, without its output and its inputs."""
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    query.requires_grad_()
+    with as_on(device) if device else nullcontext(), saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = functional.scaled_dot_product_attention(query, key, key, attn_mask=mask)
+    for given in (query, key, out):
+        kept.pop(given.untyped_storage()._cdata, None)
+    return sum(kept.values())
+
+
+def test_a_bool_mask_is_saved_as_numbers_as_by_torch():
+    query, key = torch.zeros(2, 4, 8, 16), torch.zeros(2, 4, 24, 16)
+    mask = torch.ones(2, 1, 8, 24, dtype=torch.bool)
+    real = saved_bytes(None, query, key, mask=mask)
+    assert real >= 4 * mask.numel()
+    assert saved_bytes("cpu", *(t.detach().to("meta") for t in (query, key)), mask=mask.to("meta")) == real
+
+
+@pytest.mark.parametrize(
+    ("width", "keys", "masked", "kept"),  # attention.cpp: convert_boolean_attn_mask, preprocess_mask, pad_last_dim
+    [
+        (16, 24, True, 2 * 2 * 8 * 24),
+        (16, 20, True, 2 * 2 * 8 * 24),  # rows of the mask begin at multiples of 8 elements
+        (16, 24, False, 0),
+        (12, 24, False, 2 * 2 * 4 * (8 + 24 + 24) * 16),  # query, key and value of a width of 16
+    ],
+)
+def test_what_a_gpus_attention_saves_besides_its_inputs(width, keys, masked, kept):
+    query, key = (torch.empty(2, 4, length, width, dtype=HALF, device="meta") for length in (8, keys))
+    mask = torch.ones(2, 1, 8, keys, dtype=torch.bool, device="meta") if masked else None
+    # the logarithms of sums (the memory-efficient kernel pads their rows), and the state of the random numbers
+    always = 4 * 2 * 4 * 32 + 16 if masked else 4 * 2 * 4 * 8 + 24
+    assert saved_bytes("cuda", query, key, mask=mask) == kept + always
 
 
 @pytest.mark.parametrize(
@@ -136,6 +185,17 @@ def test_a_script_chooses_the_kernel(backend, kernel):
     with sdpa_kernel(backend):
         _, names = attention("cuda", query, query, query)
     assert {FLASH, EFFICIENT} & names == ({kernel} if kernel else set())
+
+
+@pytest.mark.parametrize(("capability", "kernel"), [((8, 0), set()), ((9, 0), {FLASH}), ((10, 3), {FLASH})])
+def test_cudnn_comes_before_plain_matmuls_on_hopper_and_blackwell(monkeypatch, capability, kernel):
+    """sdp_utils.cpp, check_prefer_cudnn_attention and priority_order."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    query = torch.empty(2, 4, 16, 64, dtype=HALF, device="meta")
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):
+        _, names = attention("cuda", query, query, query)
+    assert {FLASH, EFFICIENT} & names == kernel
 
 
 def test_without_a_kernel_attention_stops():

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -122,6 +123,13 @@ def _fused_rms_norm(
 #   cuda     16 bits, no mask, heads up to FLASH_WIDTH, equal widths         flash
 #   cuda     otherwise, widths that are multiples of 16 bytes                memory-efficient
 #   cuda     otherwise, e.g. three dimensions or float64                     plain matmuls
+#
+# What torch prepares before the kernel (attention.cpp, scaled_dot_product_attention) is saved for backward in each
+# layer, even if all layers share one mask:
+#
+#   a bool mask      becomes a mask in the queries' dtype
+#   flash            heads of another width are padded to a multiple of 8 elements
+#   memory-efficient a mask whose rows do not begin at multiples of 8 elements is padded
 def _fused_attention(
     device: str,
     query: Tensor,
@@ -137,18 +145,17 @@ def _fused_attention(
 
     Fused kernels store no matrix of scores. If no fused kernel applies, torch computes the full matrix. On "cpu" there
     is one fused kernel. It does not apply with dropout, with a learned mask (Swin), or if values are not as wide as
-    queries. In old releases of torch, it also does not apply if query heads share the keys of a single head by
-    broadcasting (Falcon).
-
-    On "cuda" there are two fused kernels (`_cuda_kernel`). With `enable_gqa`, the memory-efficient kernel gets keys and
-    values that are repeated for every query head.
+    queries. On "cuda" there are two (`_cuda_kernel`). The memory-efficient kernel needs a head of keys and values for
+    each head of queries: `enable_gqa` repeats them, and a single head is expanded.
     """
-    equal_widths = query.shape[-1] == value.shape[-1]
     learned = attn_mask is not None and attn_mask.requires_grad
-    shares_keys = key.dim() == 4 and query.shape[1] != key.shape[1] and not enable_gqa
-    unfused = dropout_p > 0.0 or learned or query.dim() != 4 or not equal_widths
-    if device == "cpu" and (unfused or (shares_keys and not _cpu_shares_keys())):
+    shared = key.dim() == 4 and query.shape[1] != key.shape[1] and not enable_gqa
+    unfused = dropout_p > 0.0 or learned or query.dim() != 4 or query.shape[-1] != value.shape[-1]
+    if device == "cpu" and (unfused or (shared and not _broadcasts_keys())):
         return _math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # convert_boolean_attn_mask
+        hidden = torch.scalar_tensor(-math.inf, dtype=query.dtype, device=query.device)
+        attn_mask = torch.where(attn_mask, 0.0, hidden)
     if device == "cpu":
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return op(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
@@ -157,11 +164,20 @@ def _fused_attention(
         plain, more = torch.ops.aten._scaled_dot_product_attention_math, {"scale": scale, "enable_gqa": enable_gqa}
         return plain(query, key, value, attn_mask, dropout_p, is_causal, **more)[0]
     if kernel == "flash":
-        op = torch.ops.aten._scaled_dot_product_flash_attention
-        return op(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        op, width = torch.ops.aten._scaled_dot_product_flash_attention, query.shape[-1]
+        padded = (t if width % 8 == 0 else functional.pad(t, (0, -width % 8)) for t in (query, key, value))
+        out = op(*padded, dropout_p, is_causal, scale=scale)[0]
+        return out if width % 8 == 0 else out[..., :width]
+    if attn_mask is not None:  # preprocess_mask
+        if attn_mask.stride(-1) != 1 or any(stride % 8 for stride in attn_mask.stride()[:-1]):
+            width = attn_mask.shape[-1]
+            attn_mask = functional.pad(attn_mask, (0, 8 - width % 8))[..., :width]
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
     if enable_gqa:
         repeat = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    elif shared:
+        key, value = (t.expand(-1, query.shape[1], -1, -1) for t in (key, value))
     op = torch.ops.aten._scaled_dot_product_efficient_attention
     return op(query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale)[0]
 
@@ -172,13 +188,16 @@ def _cuda_kernel(
     """Return the kernel that torch chooses on a GPU: "flash", "efficient" or "math".
 
     A script can disable kernels (torch.nn.attention.sdpa_kernel). If no enabled kernel applies, RuntimeError is raised,
-    as in torch. cuDNN's kernels need as much memory as the others, and count as enabled only if "math" is not.
+    as in torch. cuDNN's kernels need as much memory as the others.
     """
     enabled, width, half = torch.backends.cuda, query.shape[-1], query.dtype in (torch.float16, torch.bfloat16)
-    math = enabled.math_sdp_enabled()
-    cudnn = half and not math and enabled.cudnn_sdp_enabled()
+    # check_prefer_cudnn_attention: cuDNN's kernels come first on Hopper and Blackwell, and after "math" on other GPUs
+    cudnn = half and enabled.cudnn_sdp_enabled()
+    cudnn = cudnn and (not enabled.math_sdp_enabled() or _is_hopper_or_blackwell())
     fused = query.dim() == key.dim() == value.dim() == 4 and len(query) == len(key) == len(value)
-    fused = fused and query.dtype == key.dtype == value.dtype and (enable_gqa or query.shape[1] == key.shape[1])
+    fused = fused and query.dtype == key.dtype == value.dtype
+    if fused and not enable_gqa and query.shape[1] != key.shape[1]:
+        fused = key.shape[1] == value.shape[1] == 1 and _broadcasts_keys()
     flash = fused and half and mask is None and width == value.shape[-1] <= FLASH_WIDTH
     flash = flash and (not is_causal or query.shape[-2] == key.shape[-2])
     if flash and (enabled.flash_sdp_enabled() or cudnn):
@@ -186,14 +205,21 @@ def _cuda_kernel(
     aligned = not (width * query.element_size() % 16 or value.shape[-1] * query.element_size() % 16)
     if fused and aligned and (half or query.dtype == torch.float32) and (enabled.mem_efficient_sdp_enabled() or cudnn):
         return "efficient"
-    if not math:
+    if not enabled.math_sdp_enabled():
         raise RuntimeError("No available kernel. Aborting execution.")
     return "math"
 
 
+def _is_hopper_or_blackwell() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (9, 10)
+
+
 @cache
-def _cpu_shares_keys() -> bool:
-    """Return whether torch's CPU kernel can broadcast the keys of one head. torch 2.11's cannot."""
+def _broadcasts_keys() -> bool:
+    """Return whether torch's fused kernels can broadcast the keys of one head.
+
+    They can from torch 2.14 on (pytorch#191085). The answer of the CPU's kernel holds for the GPU's kernels, too.
+    """
     choice = vars(torch)["_fused_sdp_choice"]
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         query, key = (torch.zeros(1, heads, 4, 8, device="cpu") for heads in (2, 1))
