@@ -35,6 +35,22 @@ def test_memory_belongs_to_the_stream_that_is_current():
     assert elsewhere == [streams.default]  # of its own in each thread
 
 
+def test_torch_makes_32_streams_of_each_priority_and_returns_them_in_turn():
+    """c10/cuda/CUDAStream.cpp: getStreamFromPool and get_idx, which all later streams of a script come from."""
+    streams = Streams(Ledger())
+    made = [streams.Stream() for _ in range(40)]
+    numbers = [stream.number for stream in made]
+    assert len({0, *numbers}) == 33 and numbers[32:] == numbers[:8]
+    urgent = {streams.Stream(priority=-1).number for _ in range(40)}
+    assert len(urgent) == 32 and not urgent & {0, *numbers}
+    made[0].wait_stream(made[1])
+    assert made[32].waited == {made[1].number: 0}  # the same stream
+    for stream in made:
+        with stream:
+            streams.ledger.freed(allocate(streams, 30 * MIB))
+    assert replay(device_events(streams.ledger)).peak_reserved_bytes == 32 * 30 * MIB
+
+
 def test_what_a_stream_has_waited_for_is_known_with_it():
     streams = Streams(Ledger())
     side, other = streams.Stream(), streams.Stream()

@@ -9,12 +9,18 @@ again without new work, the host is in a waiting loop. So this call waits and re
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import cycle
 
 from zerofit.simulate.memory.allocator import Synchronized
 from zerofit.simulate.memory.ledger import Ledger
 from zerofit.simulate.ops.issued import IssuedLog
+
+
+POOL, PRIORITIES = 32, 4  # kStreamsPerPool, max_compile_time_stream_priorities (c10/cuda/CUDAStream.cpp, .h)
 
 
 # Why streams matter for memory: a block that another stream has used may be reused only after the host has waited
@@ -22,6 +28,9 @@ from zerofit.simulate.ops.issued import IssuedLog
 #
 #   host     issue issue issue ........ item() -> all work before it is complete; waiting blocks are freed
 #   device         work work work work |
+#
+# Each stream has free blocks of its own, which no other stream can use, even after the last Python object of the stream
+# is gone. torch makes POOL streams of each priority, and returns them in turn: request POOL + 1 gets the first again.
 class Streams:
     """The streams of one device, by number.
 
@@ -29,22 +38,25 @@ class Streams:
     """
 
     def __init__(self, ledger: Ledger):
-        streams, self.ledger, self.made = self, ledger, 0
+        streams, self.ledger = self, ledger
         self.issued: IssuedLog | None = None  # the log of issued work, if any
         self.known: dict[int, int] = {}  # stream's number -> the host has waited for its work before this moment
+        # stream's number -> other stream's number -> its work before this moment is awaited
+        self.waited: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self._here = threading.local()
+        pools: defaultdict[int, cycle[int]] = defaultdict(partial(cycle, range(1, POOL + 1)))
 
         class Stream(SimulatedStream):
-            def __init__(self, *_: object, **__: object):
-                super().__init__(streams, streams.made)
-                streams.made += 1
+            def __init__(self, device: object = None, priority: int = 0, *, stream_id: int = -1, **_: object):
+                pool = min(max(0, -priority), PRIORITIES - 1)  # lower numbers are higher priorities
+                super().__init__(streams, POOL * pool + next(pools[pool]) if stream_id < 0 else stream_id)
 
         class DeviceEvent(SimulatedEvent):
             def __init__(self, *_: object, **__: object):
                 super().__init__(streams)
 
         self.Stream, self.Event = Stream, DeviceEvent
-        self.default = Stream()
+        self.default = Stream(stream_id=0)
 
     @property
     def current(self) -> SimulatedStream:
@@ -68,7 +80,7 @@ class Streams:
     def synchronize(self, *_: object, **__: object) -> None:
         """Make the host wait for all work on the device."""
         self.ledger.note(Synchronized(stream=None, before=self.now))
-        self.known = dict.fromkeys(range(self.made), self.now)
+        self.known = dict.fromkeys(self.waited, self.now)
         if self.issued is not None:
             self.issued.wait(None, None)
 
@@ -148,7 +160,7 @@ class SimulatedStream:
 
     def __init__(self, streams: Streams, number: int):
         self._streams, self.number = streams, number
-        self.waited: dict[int, int] = {}  # other stream's number -> its work before this moment is awaited
+        self.waited = streams.waited[number]
         self.stream_id = self.cuda_stream = number
         self._end = SimulatedEvent(streams)  # used by `query`
 
