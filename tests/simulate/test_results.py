@@ -49,6 +49,14 @@ def test_a_repeated_result_is_the_one_of_torch(name):
         assert [seen(shortcuts.run(func, args, kwargs)) for _ in range(3)] == [expected] * 3
 
 
+def test_a_repeated_result_keeps_its_conjugate_bit():
+    """Without it, `resolve_conj` would copy nothing."""
+    with FakeTensorMode():
+        x = torch.empty(4, 4, dtype=torch.complex64)
+        for lazy, bit in ((x.conj(), Tensor.is_conj), (x.conj().imag, Tensor.is_neg)):
+            assert all(bit(repeated(aten._unsafe_view.default, (lazy, [16]), {})) for _ in range(2))
+
+
 def test_only_the_first_call_reaches_torch(monkeypatch):
     calls = []
     with FakeTensorMode():

@@ -59,7 +59,7 @@ def repeated(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutpu
     refused = sum(FakeTensorMode.cache_bypasses.values())
     out = func(*args, **kwargs)
     made = [leaf for leaf in leaves_of(out) if not any(leaf is arg for arg in args)]
-    if sum(FakeTensorMode.cache_bypasses.values()) == refused and all(map(_is_compact, made)):
+    if sum(FakeTensorMode.cache_bypasses.values()) == refused and all(map(_is_plain, made)):
         _known[found] = tuple(_result(part, args) for part in out) if isinstance(out, tuple) else _result(out, args)
     return out
 
@@ -102,16 +102,18 @@ def _add(key: list[object], values: Sequence[object], mode: FakeTensorMode) -> b
     return True
 
 
-def _is_compact(out: object) -> bool:
-    """Return whether an output's storage is as small as its shape allows.
+def _is_plain(out: object) -> bool:
+    """Return whether `_New` describes an output.
 
-    Outputs from FakeTensorMode's cache are compact.
+    Then its storage is as small as its shape allows, and no bit delays a conjugation or a change of sign. Outputs
+    from FakeTensorMode's cache are plain in this sense, except for the bits.
     """
     if not isinstance(out, FakeTensor):
         return out is None or type(out) is int
     with torch._C._DisableTorchDispatch():
         alike = _empty_strided(out.shape, out.stride(), dtype=out.dtype, device=_META)
-    return out.untyped_storage().nbytes() == alike.untyped_storage().nbytes()
+    compact = out.untyped_storage().nbytes() == alike.untyped_storage().nbytes()
+    return compact and not out.is_conj() and not out.is_neg()
 
 
 def _result(out: OpOutput, args: OpArguments) -> _Result:
