@@ -131,9 +131,9 @@ class PhaseFlops:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPoint:
-    """The live bytes on the device by kind, after `t` allocations and releases."""
+    """The live bytes on the device by kind, after one allocation or release."""
 
-    t: int
+    t: int  # how many allocations and releases came before this one
     phase: str
     step: int
     bytes: dict[str, int]

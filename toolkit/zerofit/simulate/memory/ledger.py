@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import PurePath
@@ -133,9 +134,19 @@ class Ledger:
             self.highest = max(self.highest, self.live[place])
 
 
+def _events(ledger: Ledger) -> Iterator[tuple[int, PhaseMark, Storage, int]]:
+    """Yield for each event its number, its phase, the storage and the change in bytes."""
+    marks, phase = [*ledger.marks, PhaseMark(event=len(ledger.events) + 1, name="", step=-1)], 0
+    for number, (index, change) in enumerate(list(ledger.events)):  # garbage collection may add releases meanwhile
+        while number >= marks[phase + 1].event:
+            phase += 1
+        yield number, marks[phase], ledger.storages[index], change
+
+
 # A peak per line of code, not only the highest of all: when a model is extrapolated from a few layers
 # (`forecast.run`), the line with the highest peak may differ from the line with all layers. The highest, the
-# first and the last occurrence are kept, since each of these is linear in the number of layers.
+# first and the last occurrence are kept, since each of these is linear in the number of layers. The phase is that of
+# the event: a storage may grow again in a later phase than its first one, as FSDP's gathered parameters do.
 def kind_peaks(ledger: Ledger) -> list[KindPeak]:
     """Return each kind's highest, first and last peak on the device.
 
@@ -144,36 +155,32 @@ def kind_peaks(ledger: Ledger) -> list[KindPeak]:
     best: dict[tuple[object, ...], dict[str, _Moment]] = {}
     alive: Counter[str] = Counter()
     live = 0
-    for index, change in ledger.events:
-        storage = ledger.storages[index]
+    for _, mark, storage, change in _events(ledger):
         if storage.place != DEVICE:
             continue
         live += change
         alive[storage.kind or "other"] += change
         if change > 0:
-            key = (storage.phase, storage.step, _LAYER.sub("*", storage.module), storage.op, storage.code, storage.line)
-            now = live, storage, dict(alive)
-            known = best.get(key)
-            if known is None:
-                best[key] = {"": now, "first": now, "last": now}
-            else:
-                known["last"] = now
-                if live > known[""][0]:
-                    known[""] = now
+            key = (mark.name, mark.step, _LAYER.sub("*", storage.module), storage.op, storage.code, storage.line)
+            now = live, mark, storage, dict(alive)
+            known = best.setdefault(key, {"": now, "first": now})
+            known["last"] = now
+            if live > known[""][0]:
+                known[""] = now
     found = [_kind_peak(which, *moment) for moments in best.values() for which, moment in moments.items()]
     return sorted(found, key=lambda m: -m.bytes)
 
 
-_Moment = tuple[int, Storage, dict[str, int]]  # live bytes, the last allocation, live bytes by kind
+_Moment = tuple[int, PhaseMark, Storage, dict[str, int]]  # live bytes, phase, the last allocation, live bytes by kind
 
 
-def _kind_peak(which: str, size: int, storage: Storage, parts: dict[str, int]) -> KindPeak:
+def _kind_peak(which: str, size: int, mark: PhaseMark, storage: Storage, parts: dict[str, int]) -> KindPeak:
     at = place_in_code(storage)
     return KindPeak(
-        key="|".join([storage.phase, str(storage.step), _LAYER.sub("*", storage.module), storage.op, at]),
+        key="|".join([mark.name, str(mark.step), _LAYER.sub("*", storage.module), storage.op, at]),
         which=which,
-        phase=storage.phase,
-        step=storage.step,
+        phase=mark.name,
+        step=mark.step,
         module=storage.module,
         at=at,
         own=storage.own,
@@ -219,24 +226,20 @@ def timeline(ledger: Ledger, points: int = 2000) -> tuple[MemoryPoint, ...]:
 
     The events of each phase are divided into intervals. Each interval's moment with the most memory is returned.
     """
-    events = list(ledger.events)  # a copy: garbage collection may add releases during the loop
-    stretch = max(1, len(events) // points)
-    marks = [*ledger.marks, PhaseMark(event=len(events) + 1, name="", step=-1)]
+    stretch = max(1, len(ledger.events) // points)
     found: list[tuple[int, PhaseMark, dict[str, int], Storage | None]] = []
     alive: Counter[str] = Counter()
-    phase, highest = 0, -1
-    for number, (index, change) in enumerate(events):
-        while number >= marks[phase + 1].event:
-            phase, highest = phase + 1, -1
-        storage = ledger.storages[index]
-        if storage.place == DEVICE:
+    highest = -1
+    for number, mark, storage, change in _events(ledger):
+        on_device = storage.place == DEVICE
+        if on_device:
             alive[storage.kind or "other"] += change
-        if number % stretch == 0:
+        if number % stretch == 0 or mark is not found[-1][1]:
             highest = -1
         if alive.total() > highest:
             if highest >= 0:
-                found.pop()  # a lower moment of the same stretch
-            found.append((number, marks[phase], dict(+alive), storage if change > 0 else None))
+                found.pop()  # a lower moment of the same interval
+            found.append((number, mark, dict(+alive), storage if on_device and change > 0 else None))
             highest = alive.total()
     return tuple(
         MemoryPoint(
