@@ -35,7 +35,7 @@ from zerofit.app.simulation.runs import prepare_simulation
 from zerofit.models.catalog import ModelError
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.memory import Forecaster
-from zerofit.simulate.forecast.run import simulate
+from zerofit.simulate.forecast.run import simulate_ranks
 from zerofit.simulate.record import SimulationTarget
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError, reason_of
@@ -134,7 +134,7 @@ def judge(row: Row, target: SimulationTarget, simulated_too: bool) -> None:
     with refusals(row):
         near = True
         if simulated_too:
-            simulated = simulate([target], lambda text: None)[0]
+            simulated = simulate_ranks([target], lambda text: None)[0]
             if isinstance(simulated, Problem):
                 raise UserError(simulated)
             row.simulated_bytes = simulated.record.peaks[0].bytes

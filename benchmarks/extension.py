@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.app.simulation.runs import PreparedSimulation, prepare_simulation
-from zerofit.simulate.forecast.run import SimulatedRank, layer_counts, simulate
+from zerofit.simulate.forecast.run import SimulatedRank, layer_counts, simulate_ranks
 from zerofit.simulate.record import RankRecord
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
@@ -143,10 +143,10 @@ def main() -> int:
             if layer_counts(one.target(0)):
                 several.append(one)
         targets = [one.target(0) for one in several]
-        extended = simulate(targets, lambda text: None)
+        extended = simulate_ranks(targets, lambda text: None)
         chosen = [(one, rank) for one, rank in zip(several, extended, strict=True) if isinstance(rank, SimulatedRank)]
         chosen = [(one, rank) for one, rank in chosen if rank.layers]  # else the few were no line
-        wholes = simulate([rank.target for _, rank in chosen], lambda text: None, exact=True)
+        wholes = simulate_ranks([rank.target for _, rank in chosen], lambda text: None, exact=True)
         for (one, rank), whole in zip(chosen, wholes, strict=True):
             if not isinstance(whole, SimulatedRank):
                 print(f"{one.job.run.model}: {whole}", file=sys.stderr)

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.meter.planned import planned
 from zerofit.app.simulation.runs import prepare_simulation
-from zerofit.simulate.forecast.run import SimulatedRank, simulate
+from zerofit.simulate.forecast.run import SimulatedRank, simulate_ranks
 from zerofit.simulate.memory.allocator import replay
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem
@@ -53,7 +53,7 @@ def main() -> None:
     cluster = Cluster(KIND, gpus=GPUS, host_memory=2**41)
     runs = [RunRequest.of(Run(**(COMMON | spec))) for spec in LAYOUTS.values()]
     targets = [prepare_simulation(run, cluster).target(0) for run in runs]
-    found = simulate(targets, lambda text: print(text, end="\r", file=sys.stderr), exact=True)
+    found = simulate_ranks(targets, lambda text: print(text, end="\r", file=sys.stderr), exact=True)
     rows = [_row(name, one) for name, one in zip(LAYOUTS, found, strict=True)]
     for row in rows:
         print(f"{row['layout']:32} peak {row['peak_bytes'] / GIB:6.2f} GiB, needs +{row['needed_share']:.1%}, ", end="")

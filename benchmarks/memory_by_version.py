@@ -143,7 +143,7 @@ def simulate_and_exit(job: str, writing: int) -> NoReturn:
 def in_this_process(job: str) -> JobMemory:
     """Simulate rank 0 of a job; this process's torch is changed for good."""
     from zerofit.simulate.script.command import read_command
-    from zerofit.simulate.script.rank import simulate_script
+    from zerofit.simulate.script.rank import simulate_script_rank
     from zerofit.simulate.script.target import ScriptTarget
     from zerofit.spec.cluster import Cluster
     from zerofit.spec.overhead import blas_workspace_bytes
@@ -158,7 +158,7 @@ def in_this_process(job: str) -> JobMemory:
             nodes=1,
             workspace_bytes=blas_workspace_bytes(device),
         )
-        record = simulate_script(target)
+        record = simulate_script_rank(target)
     highest = record.peaks[0]
     host = sum(record.host.values())
     return JobMemory(job=job, peak_bytes=highest.bytes, phase=highest.phase, at=highest.at, host_bytes=host)

@@ -26,11 +26,11 @@ from zerofit.app.simulation.runs import PreparedSimulation, prepare_simulation
 from zerofit.plan.fit import check_fit
 from zerofit.plan.layout import PlannedLayout
 from zerofit.simulate.forecast.assess import assess
-from zerofit.simulate.forecast.run import SimulatedRank, heaviest_of, simulate
+from zerofit.simulate.forecast.run import SimulatedRank, heaviest_of, simulate_ranks
 from zerofit.simulate.forecast.verdict import FITS
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
-from zerofit.spec.mesh import heaviest_of_stages
+from zerofit.spec.mesh import largest_batch_of_stages
 from zerofit.spec.run import PipelineSchedule, Run, RunRequest
 
 MEDIAN, MOST = 0.01, 0.04  # targets of |plan / simulate - 1|
@@ -155,8 +155,8 @@ def smallest_that_fits(rank: SimulatedRank, cluster: Cluster) -> int:
 
 def found_of(several: list[PreparedSimulation], show: Any) -> Iterator[Found]:
     """Forecast and simulate these."""
-    exactly = partial(simulate, show=show, exact=True)
-    stages = [[one.target(rank) for rank in heaviest_of_stages(one.job.layout, one.job.batch)] for one in several]
+    exactly = partial(simulate_ranks, show=show, exact=True)
+    stages = [[one.target(rank) for rank in largest_batch_of_stages(one.job.layout, one.job.batch)] for one in several]
     ranks = iter(heaviest_of(exactly([target for targets in stages for target in targets]), exactly))
     for one, targets in zip(several, stages, strict=True):
         found = [next(ranks) for _ in targets]

@@ -64,7 +64,7 @@ def simulate(name: str) -> dict[str, Any]:
     """Simulate rank 0 of a case in this process."""
     start = time.monotonic()
     from zerofit.simulate.script.command import read_command
-    from zerofit.simulate.script.rank import simulate_script
+    from zerofit.simulate.script.rank import simulate_script_rank
     from zerofit.simulate.script.target import ScriptTarget
     from zerofit.spec.cluster import Cluster
 
@@ -74,7 +74,7 @@ def simulate(name: str) -> dict[str, Any]:
         launcher = ["torchrun", "--nnodes", str(nodes), "--nproc_per_node", str(gpus)]
         command = read_command([*launcher, str(SCRIPTS / "trainer.py"), *ARGUMENTS.split()])
         device = Cluster("h100-80gb", gpus=gpus, nodes=nodes).device
-        record = simulate_script(ScriptTarget(command=command, device=device, gpus=gpus, nodes=nodes))
+        record = simulate_script_rank(ScriptTarget(command=command, device=device, gpus=gpus, nodes=nodes))
     used = resource.getrusage(resource.RUSAGE_SELF)
     return {
         "seconds": round(time.monotonic() - start, 1),

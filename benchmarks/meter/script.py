@@ -58,13 +58,13 @@ def simulated(task: ScriptTask) -> dict[str, Any]:
 
     The phases are None where the rank is in a later stage of a pipeline and nothing is known to be received.
     """
-    from zerofit.simulate.script.rank import simulate_script
+    from zerofit.simulate.script.rank import simulate_script_rank
 
     from .scratch import KernelScratch
 
     target = _target(task, read_command(_in_folder(task)))
     try:
-        record = simulate_script(target, KernelScratch() if task.kernels else None)
+        record = simulate_script_rank(target, KernelScratch() if task.kernels else None)
     except UserError as error:
         if error.problems[0].kind != LATER_STAGE:
             raise

@@ -51,5 +51,5 @@ class TwoTallies(AllocationTracker):
 def simulated(target: SimulationTarget) -> dict[str, Any]:
     """Simulate a rank with kernels' scratch; its record, and "without_kernels": [[step, peak bytes], ...]."""
     with patch.object(rank, "AllocationTracker", TwoTallies):
-        record = rank.simulate(target)
+        record = rank.simulate_rank(target)
     return plain_data(record) | {"without_kernels": list(TwoTallies.without_kernels.items())}

@@ -20,7 +20,7 @@ from typing import Any
 
 from zerofit.simulate.costs.kernels import call_of
 from zerofit.simulate.costs.layers import is_kernel
-from zerofit.simulate.engine.rank import simulate
+from zerofit.simulate.engine.rank import simulate_rank
 from zerofit.simulate.ops.tracker import AllocationTracker
 from zerofit.simulate.record import SimulationTarget
 
@@ -54,7 +54,7 @@ def count(target: SimulationTarget) -> dict[str, list[int]]:
         return out
 
     AllocationTracker.__torch_dispatch__ = watched
-    simulate(target)
+    simulate_rank(target)
     return dict(found)
 
 

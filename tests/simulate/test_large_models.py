@@ -11,7 +11,7 @@ from transformers import JambaConfig
 
 from tests.simulate.targets import PARAMETERS, TINY, target
 from zerofit.simulate.forecast import run
-from zerofit.simulate.forecast.run import SimulatedRank, layer_counts, simulate
+from zerofit.simulate.forecast.run import SimulatedRank, layer_counts, simulate_ranks
 
 DENSE, LAYERS = 1, 9  # of them have no experts, in all
 SMALL_DEEPSEEK: dict[str, Any] = {
@@ -51,7 +51,7 @@ def test_ranks_that_divide_flat_groups_are_not_extended(monkeypatch):
 def test_layers_without_experts_are_not_extended(monkeypatch):
     """A DeepSeek-V3 of 1 and 8 layers, against all of them: every kind, phase and place."""
     monkeypatch.setattr(run, "WORTH", 3)  # else so few layers would all be simulated
-    (few,), (exact,) = (simulate([deepseek(3)], lambda text: None, exact=all_) for all_ in (False, True))
+    (few,), (exact,) = (simulate_ranks([deepseek(3)], lambda text: None, exact=all_) for all_ in (False, True))
     assert isinstance(few, SimulatedRank) and isinstance(exact, SimulatedRank)
     assert few.layers and min(few.layers) > DENSE and max(few.layers) < LAYERS
     for one, other in zip(few.record.phases, exact.record.phases, strict=True):
@@ -69,7 +69,7 @@ def test_layers_of_which_one_is_trained_are_not_extended(monkeypatch):
     monkeypatch.setattr(run, "WORTH", 3)
     args = {**TINY, "num_hidden_layers": LAYERS}
     asked = target("zero1", gpus=1, precision="bf16", model_args=args, train=[f"model.layers.{LAYERS - 1}.*"])
-    (found,) = simulate([asked], lambda text: None)
+    (found,) = simulate_ranks([asked], lambda text: None)
     assert isinstance(found, SimulatedRank) and not found.layers
     block = 4 * 32 * 32 + 3 * 32 * 80 + 2 * 32
     assert found.record.peaks[0].breakdown["optimizer state"] == pytest.approx(8 * block, abs=1024)
@@ -111,7 +111,7 @@ def test_what_changes_with_more_layers_is_not_extended(case, linear):
 def test_a_flat_copy_that_the_device_cannot_hold_is_made_on_the_host():
     one = target("zero1", gpus=1, kind="l4", precision="bf16")
     few = replace(one, device_bytes=3 * PARAMETERS)  # less than the bf16 parameters and their copy
-    ranks = simulate([few, one], lambda text: None)
+    ranks = simulate_ranks([few, one], lambda text: None)
     host = [rank.record.host_phases["init"] for rank in ranks if isinstance(rank, SimulatedRank)]
     assert host[0] == pytest.approx(2 * 2 * PARAMETERS, rel=0.01)  # the parameters, and their copy
     assert host[1] < 1000
@@ -137,7 +137,7 @@ def test_sub_groups_are_no_line(layers, sub_group, zero, monkeypatch):
     )  # is less than states
     args = {"model": "llama-tiny", "model_args": {**TINY, "num_hidden_layers": layers}, "micro_batch": 1, "seq_len": 4}
     one = target({"zero_optimization": zero}, kind="h100-80gb", precision="bf16", **args)
-    (few,), (exact,) = (simulate([one], lambda text: None, exact=all_) for all_ in (False, True))
+    (few,), (exact,) = (simulate_ranks([one], lambda text: None, exact=all_) for all_ in (False, True))
     assert isinstance(few, SimulatedRank) and isinstance(exact, SimulatedRank)
     assert few.layers
     assert few.record.peaks[0].key == exact.record.peaks[0].key
@@ -162,7 +162,7 @@ def test_the_highest_place_of_a_kind_changes_with_the_layers(micro_batch, monkey
     shape = {**TINY, "num_hidden_layers": 26, "vocab_size": 2048}
     more = {"model_args": shape, "micro_batch": micro_batch, "seq_len": 64, "activation_checkpointing": True}
     one = target({"zero_optimization": zero}, kind="h100-80gb", precision="bf16", model="llama-tiny", **more)
-    (few,), (exact,) = (simulate([one], lambda text: None, exact=all_) for all_ in (False, True))
+    (few,), (exact,) = (simulate_ranks([one], lambda text: None, exact=all_) for all_ in (False, True))
     assert isinstance(few, SimulatedRank) and isinstance(exact, SimulatedRank)
     assert few.layers
     casts = {peak.key: peak for peak in exact.record.peaks if "_to_copy|deepspeed/runtime/zero/stage3" in peak.key}

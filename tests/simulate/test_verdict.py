@@ -14,7 +14,7 @@ from zerofit.plan.fit import check_fit
 from zerofit.plan.layout import PlannedLayout
 from zerofit.simulate.forecast.assess import assess
 from zerofit.simulate.forecast.result import severity
-from zerofit.simulate.forecast.run import SimulatedRank, simulate
+from zerofit.simulate.forecast.run import SimulatedRank, simulate_ranks
 from zerofit.simulate.forecast.verdict import (
     FITS,
     NOT,
@@ -134,7 +134,7 @@ SHALLOW: list[dict[str, Any]] = [  # of large vocabularies, where a block is muc
 def test_what_plan_calls_large_enough_a_simulation_lets_fit():
     """Blocks as large as the logits come and go, and small ones come to lie where they were."""
     few = {"kind": "l4", "seq_len": 512}
-    ranks = simulate([target(**{**few, **case}) for case in SHALLOW], lambda text: None, exact=True)
+    ranks = simulate_ranks([target(**{**few, **case}) for case in SHALLOW], lambda text: None, exact=True)
     for rank in ranks:
         assert isinstance(rank, SimulatedRank)
         needed = check_fit(planned(rank.target), PlannedLayout.of(rank.target.job), cluster(2, "l4")).device_bytes

@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 from zerofit.plan.layout import PlannedLayout
-from zerofit.plan.persistent import MASTER_BYTES, heaviest_overlap, partitions, reduction_bytes, sharers
+from zerofit.plan.persistent import MASTER_BYTES, largest_overlap, partitions, reduction_bytes, sharers
 from zerofit.plan.timeline import NOTHING, Parameter, Point, StageTimeline
 from zerofit.plan.zero3_gather import gathered_in_backward, left_by_backward
 from zerofit.spec.partitions import buckets
@@ -142,8 +142,8 @@ class _Bucketed:
         self.line, self.element, self.limit = line, layout.element_bytes, layout.bucket
         self.bucket_bytes = self.element * layout.bucket * (2 if layout.overlap else 1)  # :3266, :3275
         offloaded = layout.offload_optimizer != "none"
-        # elements kept by the heaviest rank that a parameter overlaps; its first gradient allocates all (:2187)
-        self.kept_of = {} if offloaded else heaviest_overlap(line, layout.zero_ranks)
+        # elements of the rank with most elements that a parameter overlaps; its first gradient allocates all (:2187)
+        self.kept_of = {} if offloaded else largest_overlap(line, layout.zero_ranks)
         # offloaded gradients are copied to float32, and to float64 for the norm (:1897, :1884)
         self.passing = 8 if offloaded else 0
         accumulates = layout.accumulation > 1 and layout.zero_stage == 2

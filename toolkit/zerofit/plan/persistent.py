@@ -137,16 +137,16 @@ def overlap_in_partition(line: StageTimeline, ranks: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def heaviest_overlap(line: StageTimeline, ranks: int) -> dict[Parameter, int]:
-    """Return for each parameter the number of elements of its heaviest rank.
+def largest_overlap(line: StageTimeline, ranks: int) -> dict[Parameter, int]:
+    """Return for each parameter the largest number of elements of a rank that stores a part of it.
 
     A rank's elements are those of all parameters that overlap the rank's partitions. Each of these parameters counts in
-    full. Of the ranks that store a part of the parameter, the heaviest rank has the most elements.
+    full.
     """
-    totals, heaviest = overlaps(line, ranks, int), dict[Parameter, int]()
+    totals, largest = overlaps(line, ranks, int), dict[Parameter, int]()
     for rank, parameter, _ in _overlapping(line, ranks):
-        heaviest[parameter] = max(heaviest.get(parameter, 0), totals[rank])
-    return heaviest
+        largest[parameter] = max(largest.get(parameter, 0), totals[rank])
+    return largest
 
 
 @lru_cache(maxsize=1024)

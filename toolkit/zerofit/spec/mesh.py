@@ -83,7 +83,7 @@ def parts_of_stage(stage: int, stages: int, schedule: PipelineSchedule) -> tuple
     return (stage, 2 * stages - 1 - stage) if schedule == "dualpipev" else (stage,)
 
 
-def heaviest_of_stages(layout: Layout, batch: Batch) -> list[int]:
+def largest_batch_of_stages(layout: Layout, batch: Batch) -> list[int]:
     """Return each pipeline stage's first rank with the largest micro batch."""
     # Unequal micro batches are allowed only with data parallelism alone, so there is one stage.
     return [batch.by_rank.index(max(batch.by_rank))] if batch.by_rank else first_of_stages(layout)

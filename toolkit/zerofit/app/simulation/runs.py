@@ -24,14 +24,13 @@ from zerofit.simulate.endings import MAY_FIT, note_failed, optional
 from zerofit.simulate.forecast.assess import assess, decided
 from zerofit.simulate.forecast.knobs import Knob, knobs
 from zerofit.simulate.forecast.result import KnobResult, Simulation, StagePeak, first_that_fits, in_order, severity
-from zerofit.simulate.forecast.run import SimulatedRank, heaviest_of
-from zerofit.simulate.forecast.run import simulate as simulate_ranks
+from zerofit.simulate.forecast.run import SimulatedRank, heaviest_of, simulate_ranks
 from zerofit.simulate.memory.alloc_conf import read_alloc_conf
 from zerofit.simulate.record import SimulationTarget
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
-from zerofit.spec.mesh import heaviest_of_stages
+from zerofit.spec.mesh import largest_batch_of_stages
 from zerofit.spec.model_facts import Task, is_text
 from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.run import Run, RunRequest
@@ -198,13 +197,13 @@ class KnobSimulations:
     def _simulated(self, changed: Sequence[_ChangedRun], report: Reporter) -> list[KnobResult | None]:
         cluster = self.prepared.cluster
 
-        def simulate_all(targets: Sequence[SimulationTarget], *, exact: bool = True) -> list[SimulatedRank | Problem]:
+        def simulate_more(targets: Sequence[SimulationTarget], *, exact: bool = True) -> list[SimulatedRank | Problem]:
             return simulate_ranks(targets, lambda text: report.status(f"{MAY_FIT}: {text}"), exact=exact)
 
         targets = [run.prepared.target(self.rank) for run in changed]
-        simulated = decided(simulate_all(targets, exact=self.exact), cluster, simulate_all)
+        simulated = decided(simulate_more(targets, exact=self.exact), cluster, simulate_more)
         if self.heaviest:
-            simulated = heaviest_of(simulated, simulate_all)
+            simulated = heaviest_of(simulated, simulate_more)
         note_failed(simulated, MAY_FIT, report)
         slowdowns: dict[int, float] = {}
         if self.times:
@@ -368,7 +367,7 @@ def _ranks(job: Job, rank: int | None) -> list[int]:
     """
     ranks = job.layout.world_size
     if rank is None:
-        return heaviest_of_stages(job.layout, job.batch)
+        return largest_batch_of_stages(job.layout, job.batch)
     if not 0 <= rank < ranks:
         message, hint = f"no rank {rank}: the run has {counted(ranks, 'rank')}", f"use 0 to {ranks - 1}"
         raise UserError(Problem(kind="bad-value", message=message, hint=hint, where="--rank"))

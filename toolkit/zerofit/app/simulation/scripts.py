@@ -103,7 +103,7 @@ def simulate_script(
     )
     targets = [target, replace(target, longest=True)] if longest else [target]
     # the list grows during the loop: the record of a stage contains what the next stage receives
-    stages = [(targets, _simulate(targets, report.status))]
+    stages = [(targets, _simulate_stages(targets, report.status))]
     assessed = list[tuple[ScriptTarget, RankRecord, Simulation]]()
     for targets, records in stages:
         if rank is None:
@@ -129,7 +129,7 @@ def simulate_script(
     )
 
 
-def _simulate(targets: Sequence[ScriptTarget], show: Callable[[str], None]) -> list[RankRecord | Problem]:
+def _simulate_stages(targets: Sequence[ScriptTarget], show: Callable[[str], None]) -> list[RankRecord | Problem]:
     """Return the record of each target's rank."""
     # A rank of a later pipeline stage runs after the earlier stages.
     records = simulate_all(targets, show)
@@ -213,7 +213,7 @@ class ScriptKnobSimulations:
     def _simulated(self, knobs: Sequence[ScriptKnob], *, folder: Path, report: Reporter) -> list[KnobResult | None]:
         """Return each change's result; None if it has no effect or cannot be simulated."""
         targets = [self._changed(knob, folder) for knob in knobs]
-        records = _simulate(targets, lambda text: report.status(f"{MAY_FIT}: {text}"))
+        records = _simulate_stages(targets, lambda text: report.status(f"{MAY_FIT}: {text}"))
         note_failed(records, MAY_FIT, report)
         before, rows = self._step_s(self.record, report), list[KnobResult | None]()
         for knob, target, record in zip(knobs, targets, records, strict=True):

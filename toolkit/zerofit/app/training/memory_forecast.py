@@ -16,8 +16,7 @@ from zerofit.features.optimizers import of_json
 from zerofit.features.zero import NARROW_MASTERS
 from zerofit.models.catalog import find
 from zerofit.simulate.forecast.assess import assess, decided
-from zerofit.simulate.forecast.run import SimulatedRank, heaviest_of
-from zerofit.simulate.forecast.run import simulate as simulate_ranks
+from zerofit.simulate.forecast.run import SimulatedRank, heaviest_of, simulate_ranks
 from zerofit.simulate.record import STEPS, KindPeak, RankPhase, RankRecord, SimulationTarget
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem
@@ -25,7 +24,7 @@ from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_json
 from zerofit.spec.foreign import read_json, shaped
 from zerofit.spec.memory_kinds import MASTER, PARAMETERS, STATE
-from zerofit.spec.mesh import heaviest_of_stages
+from zerofit.spec.mesh import largest_batch_of_stages
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, REPLAYED
 from zerofit.spec.run_folder import Job, MemoryForecast
 
@@ -111,7 +110,9 @@ def least_bytes(job: Job) -> int:
 def forecast_ranks(prepared: PreparedSimulation, free: Cluster, report: Reporter) -> RankForecasts | Problem:
     """Return the memory forecast of a job's ranks, or why the job cannot be simulated."""
     job, cluster = prepared.job, prepared.cluster
-    ranks = _simulate_or_recall([prepared.target(rank) for rank in heaviest_of_stages(job.layout, job.batch)], report)
+    ranks = _simulate_or_recall(
+        [prepared.target(rank) for rank in largest_batch_of_stages(job.layout, job.batch)], report
+    )
     # Equal layers are extrapolated from a few. If the free memory leaves a doubt about the verdict, all are simulated.
     exactly = partial(_simulate_or_recall, report=report, exact=True)
     ranks = decided(ranks, free, exactly)

@@ -49,7 +49,7 @@ from zerofit.train.pipeline import PipelineTrainer
 from zerofit.train.trainer import own_tokens
 
 
-def simulate(
+def simulate_rank(
     target: SimulationTarget, scratch: Scratch | None = None, say: Callable[[str], None] = lambda text: None
 ) -> RankRecord:
     """Build, initialize and train a rank on fake tensors. Return the rank's record.

@@ -289,7 +289,7 @@ def _simulate_side_by_side(waiting: list[tuple[int, Target]], folder: Path) -> N
             n, target = waiting.pop(0)
             pid = os.fork()
             if pid == 0:
-                _simulate(target, folder, n)
+                _write_result(target, folder, n)
             running[pid] = n, target
         pid, status, usage = os.wait4(-1, 0)
         n, target = running.pop(pid)
@@ -301,7 +301,7 @@ def _simulate_side_by_side(waiting: list[tuple[int, Target]], folder: Path) -> N
         (folder / f"{n}.ended").touch()
 
 
-def _simulate(target: Target, folder: Path, n: int) -> NoReturn:
+def _write_result(target: Target, folder: Path, n: int) -> NoReturn:
     """Write the result of simulation N to `N.result`: a RankRecord, a Problem or an exception."""
     log = os.open(folder / f"{n}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(log, 1)
@@ -328,13 +328,13 @@ def _simulate(target: Target, folder: Path, n: int) -> NoReturn:
     result: RankRecord | Problem | Exception
     try:
         if isinstance(target, ScriptTarget):
-            from zerofit.simulate.script.rank import simulate_script
+            from zerofit.simulate.script.rank import simulate_script_rank
 
-            result = simulate_script(target, say=say, give_up=answer)
+            result = simulate_script_rank(target, say=say, give_up=answer)
         else:
-            from zerofit.simulate.engine.rank import simulate
+            from zerofit.simulate.engine.rank import simulate_rank
 
-            result = simulate(target, say=say)
+            result = simulate_rank(target, say=say)
     except UserError as error:
         result = error.problems[0]
     except ModelError as error:

@@ -55,7 +55,7 @@ class SimulatedRank:
     check_error: float = 0.0  # largest relative error of the extrapolation at the first number of layers
 
 
-def simulate(
+def simulate_ranks(
     targets: Sequence[SimulationTarget], show: Callable[[str], None], *, exact: bool = False
 ) -> list[SimulatedRank | Problem]:
     """Simulate each target. If a target cannot be simulated, its result is a Problem.
@@ -109,7 +109,7 @@ def _simulated(
         return SimulatedRank(target=target, record=replace(records[0], peaks=_highest(records[0].peaks)))
     extrapolated = _extrapolated(records, counts, _layers(target), _sub_groups(target))
     if extrapolated is None or abs(extrapolated[1]) > TOLERANCE:
-        return simulate([target], show, exact=True)[0]
+        return simulate_ranks([target], show, exact=True)[0]
     return SimulatedRank(target=target, record=extrapolated[0], layers=counts, check_error=extrapolated[1])
 
 

@@ -19,7 +19,6 @@ from zerofit.simulate.memory.allocator import Synchronized
 from zerofit.simulate.memory.ledger import Ledger
 from zerofit.simulate.ops.issued import IssuedLog
 
-
 POOL, PRIORITIES = 32, 4  # kStreamsPerPool, max_compile_time_stream_priorities (c10/cuda/CUDAStream.cpp, .h)
 
 

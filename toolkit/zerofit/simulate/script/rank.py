@@ -71,7 +71,7 @@ POLL_S = 1.0
 _BUSY = 0.5  # share of a core, below which the host counts as waiting
 
 
-def simulate_script(
+def simulate_script_rank(
     target: ScriptTarget,
     scratch: Scratch | None = None,
     say: Callable[[str], None] = lambda text: None,
