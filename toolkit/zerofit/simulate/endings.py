@@ -109,6 +109,14 @@ def broken_environment(output: str) -> Problem | None:
     return Problem(kind="environment", message=message, hint=hint)
 
 
+# A process that was killed leaves no message. What remains is its status from os.wait and what the kernel counts:
+#
+#   status       also                                             cause
+#   SIGKILL, -   the kernel has killed processes meanwhile         too little memory
+#   any          the output's end reports too little memory        too little memory
+#   exit code    no result                                        the script ended itself
+#   SIGTERM ...                                                   something outside killed it, e.g. a job's limit
+#   others       faulthandler's stack in the output               a crash in native code
 def why_ended(ending: Ending) -> Problem:
     """Return the problem that explains why a process ended without a result."""
     number = -1 if ending.status is None else ending.status & 0x7F  # os.WTERMSIG

@@ -52,12 +52,10 @@ class RankPhase:
     end_bytes: int
 
 
+# One line of code in one phase, for all layers, is one kind: its peaks grow linearly with the number of layers.
 @dataclass(frozen=True, kw_only=True)
 class KindPeak:
-    """A peak of live memory at an allocation of one kind.
-
-    A kind is one line of code in one phase, for all layers.
-    """
+    """A peak of live memory at an allocation of one kind."""
 
     key: str
     which: str = ""  # "" for the highest peak; "first" or "last" for the first or last peak, even if it is lower

@@ -113,7 +113,7 @@ def _moved_bytes(kind: KernelKind, name: str, inputs: Sequence[Tensor], outputs:
     An expanded tensor counts with its stored size.
     """
     written = sum(map(_stored_bytes, outputs))
-    # an embedding reads only the rows that it writes
+    # an embedding reads only the rows that it writes, not the full table
     if name == "embedding":
         return 2 * written
     read = sum(map(_stored_bytes, inputs))
@@ -130,7 +130,7 @@ def _stored_bytes(tensor: Tensor) -> int:
 
 def _product_shape(arguments: OpKeywords, out: OpOutput) -> tuple[int, ...]:
     """Return M, N, K of a matrix multiplication."""
-    # For experts, M is the average number of rows per expert.
+    # (experts, K, N): each expert multiplies its own rows, so M is their average number
     names = next(pair for pair in _FACTORS if pair[0] in arguments)
     left, right = (arguments[name] for name in names)
     rows = left.shape[-2] if left.dim() == right.dim() else left.shape[-2] // right.shape[0]
@@ -157,6 +157,9 @@ _SHAPES: dict[str, Callable[[OpKeywords, OpOutput], tuple[int, ...]]] = {
 }
 
 
+# A kernel's size is a line in the micro batch, as are all costs (`layers`). The calls at two sizes of the micro batch
+# come in the same order, so call N of one belongs to call N of the other. Equal kernels become one with a count, so
+# profiles stay small.
 def kernels_of(
     few: Sequence[KernelCall], more: Sequence[KernelCall], line: Callable[[Sequence[float]], Linear]
 ) -> tuple[Kernel, ...]:

@@ -47,11 +47,18 @@ class GradientSegment:
     parameter: int | None = None  # index in model.parameters() of the gradient that completes at the end
 
 
+# A step is divided into sections, one for the forward and one for the backward of each unit. A section of backward is
+# divided again where the gradient of a parameter is complete:
+#
+#   forward 0 | forward 1 | ... | backward 1 ....|....|.. | backward 0 ...|...
+#                                                `----`- segments: a gradient is complete here, and leaves the trace
+#
+# From then on the engine decides where the gradient is kept (reduced, partitioned, on the host). So the trace has none
+# of its bytes, and `plan` adds them for each ZeRO stage.
 class ProfileRecorder(TorchDispatchMode):
     """Records ops, and follows every storage from its allocation to its release.
 
-    `mark` starts a section, to which the following ops belong. A gradient counts until it is complete (`watch`).
-    From then on, the engine decides where the gradient is kept.
+    `mark` starts a section, to which the following ops belong. `watch` ends segments.
     """
 
     def __init__(self, model: nn.Module, scratch: Scratch) -> None:
@@ -240,9 +247,10 @@ def layer_of(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> Laye
     )
 
 
+# Adafactor (Shazeer and Stern, 2018; torch/optim/_adafactor.py) keeps the means of rows and of columns instead of a
+# second moment for each element: n + m numbers for a matrix of n x m.
 def _factors(parameter: Tensor) -> int:
     """Return how many numbers Adafactor keeps for a parameter's second moment."""
-    # torch/optim/_adafactor.py keeps the means of rows and columns
     if parameter.dim() <= 1:
         return parameter.numel()
     *_, rows, columns = parameter.shape

@@ -172,7 +172,8 @@ def _on_one_rank(cost: LayerCost, layer: LayerRun, config: Any, one: TraceSettin
         sent = Linear(fixed=times * out.fixed, per_sample=times * out.per_sample)
         cost = replace(cost, tp_allreduce_bytes=sent)
     if one.sp > 1 and layer.name == "block":
-        # queries and the output have all heads, keys and values have the kv heads; a tensor rank has its share of them
+        # Ulysses (Jacobs and others, 2023) sends queries and the output with all heads, keys and values with theirs:
+        #   bytes = (2 * heads + 2 * kv heads) * head_dim of each token, and a tensor rank has its share of the heads
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size / heads
         width = head_dim * heads / config.hidden_size / one.tp  # of all heads, relative to the hidden size
@@ -194,6 +195,9 @@ def _with_shares(layers: tuple[LayerRun, ...], costs: dict[str, tuple[LayerCost,
     return layers
 
 
+# A rank has whole / degree of split parameters, and all of the others. With the split share s of all parameters:
+#
+#   mine / whole = 1 - s + s / degree        so  s = (1 - mine / whole) / (1 - 1 / degree)
 def _with_share(layer: LayerRun, cost: LayerCost, degree: int) -> LayerRun:
     whole, mine = sum(layer.matrices) + sum(layer.vectors), sum(cost.matrices) + sum(cost.vectors)
     return replace(layer, tp_sharded=(1 - mine / whole) / (1 - 1 / degree)) if cost.matrices else layer

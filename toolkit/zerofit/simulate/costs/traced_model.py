@@ -118,10 +118,9 @@ def cast_by_zero3(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return the float buffers (module and name) that ZeRO-3 casts to 16 bits.
 
     An example is BART's bias of logits.
-
-    transformers partitions a model while it is built, and zero.Init casts all tensors that the constructor makes.
-    Exceptions are rotary frequencies (models/hf.py) and norms' statistics (train/build.py).
     """
+    # transformers partitions a model while it is built, and zero.Init casts all tensors that the constructor makes.
+    # Exceptions are rotary frequencies (models/hf.py) and norms' statistics (train/build.py).
     if not hasattr(model, "config") or is_denoiser(model):
         return []
     return [
@@ -135,6 +134,11 @@ def cast_by_zero3(model: nn.Module) -> list[tuple[nn.Module, str]]:
     ]
 
 
+# Tensor parallelism of a block (Shoeybi and others, Megatron-LM, 2019), for the first of `degree` ranks:
+#
+#   attention, MLP     columns: x (in) -> W[: out / degree]      each rank computes a part of the outputs
+#   o_proj, down_proj  rows:    W[:, : in / degree] -> sum       partial sums of all ranks, all-reduced in place
+#   lm_head            columns, then all ranks' logits are gathered
 def _shard(model: Any, blocks: nn.ModuleList, degree: int) -> None:
     """Replace the blocks' linear layers and an untied `lm_head` by one rank's shards, in place.
 

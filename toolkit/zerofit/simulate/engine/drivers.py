@@ -29,6 +29,7 @@ def start(
 
     The model is built in phase "build", and the engine in phase "init".
     """
+    # the trainers build the model and the engine in one call, so the phase changes where they call DeepSpeed
     initialize = cast("Callable[..., object]", deepspeed.initialize)
 
     def announced(*args: object, model: nn.Module, **kwargs: object) -> object:

@@ -1,12 +1,4 @@
-"""Find the data parallel rank with the highest peak at ZeRO 1 and 2.
-
-One rank's training is recorded, and replayed for all ranks.
-
-Ranks differ only in the gradients that they keep. A rank keeps the gradients of parameters that overlap its
-partition. It does so from the moment when the first of them is reduced. Gradients of the last layers are reduced
-first, while activations are still alive. Line numbers refer to DeepSpeed 0.19.8,
-deepspeed/runtime/zero/stage_1_and_2.py.
-"""
+"""Find the data parallel rank with the highest peak at ZeRO 1 and 2: replay one rank's training for all ranks."""
 
 from __future__ import annotations
 
@@ -25,6 +17,14 @@ from zerofit.simulate.memory.ledger import DEVICE
 from zerofit.simulate.ops.tracker import AllocationTracker
 from zerofit.spec.partitions import partition_overlaps
 
+# Ranks differ only in the gradients that they keep. A rank keeps the gradients of parameters that overlap its
+# partition, from the moment when the first of them is reduced:
+#
+#   parameters   |   a   |     b      | c |     d     |
+#   partitions   |  rank 0  |  rank 1  |  rank 2  |          rank 1 keeps b and c in full, d not at all
+#
+# Gradients of the last layers are reduced first, while activations are still alive.
+# Line numbers refer to DeepSpeed 0.19.8, deepspeed/runtime/zero/stage_1_and_2.py.
 Array = npt.NDArray[np.int64]
 NORM_BYTES = 8  # per element while its norm is computed (zero/utils.py, get_norm_dtype)
 AVERAGE, REDUCE, EPILOGUE = "average_tensor", "reduce_ipg_grads", "independent_gradient_partition_epilogue"
@@ -188,6 +188,8 @@ class _Replay:
         else:
             self._copy(call)
 
+    # With `contiguous_gradients`, the first gradient of a micro batch allocates one buffer for all that the rank keeps.
+    # Without it, each gradient is a tensor of its own: stage 2 frees those of other ranks, stage 1 only at the end.
     def _copy(self, call: _Call) -> None:
         """Copy the gradients into a buffer that fits all gradients of the rank (:2187)."""
         optimizer = self._optimizer
@@ -207,9 +209,10 @@ class _Replay:
         self._change(kept, self._none, call.end)
         self._own, self._outside = self._own + ended, self._outside + ended
 
+    # The first piece allocates the partition. Each piece is cast to the partition's dtype for a moment (`lifted`), and
+    # pieces wait in a flat copy until a bucket's worth is all-reduced (`filled`).
     def _add_up(self, call: _Call) -> None:
         """Add a rank's pieces to a partition of another dtype (:1303, :1545)."""
-        # The first piece allocates it.
         self._pass(call.begin)
         made, lifted, momentary, filled, count = self._none.copy(), self._none.copy(), self._none, 0, 0
         for number in call.parameters:
@@ -269,6 +272,11 @@ class _Replay:
         self._change(self._none, NORM_BYTES * self._groups[self._stepping].largest, call.end)
         self._stepping = (self._stepping + 1) % len(self._groups)
 
+    # Bytes of a group's step, with e = bytes of a gradient's element and m = those of a master weight's:
+    #
+    #   before    whole * e                 the gradients that the rank keeps
+    #   peak      + size * e + size * m     their flat copy (with one piece none), and its cast (if m and e differ)
+    #   after     the cast, or the flat copy, until the step ends
     def _flatten(self, call: _Call) -> None:
         """Allocate a group's flat gradient in the master weights' dtype. Free its sources (:3107)."""
         self._flattening = not self._flattening

@@ -11,7 +11,10 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from zerofit.simulate.record import RankPhase
 
-INSTRUCTIONS: dict[type, str] = {  # CommitP2P, which commits sends and receives of both directions, starts no phase
+# A pipeline engine's `train_batch` runs a list of instructions, which mixes the micro batches' forwards and backwards.
+# So a phase begins with an instruction, not with a call. CommitP2P, which commits sends and receives of both
+# directions, starts no phase.
+INSTRUCTIONS: dict[type, str] = {
     schedule.LoadMicroBatch: "forward",
     schedule.RecvActivation: "forward",
     schedule.ForwardPass: "forward",

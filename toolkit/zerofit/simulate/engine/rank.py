@@ -49,6 +49,12 @@ from zerofit.train.pipeline import PipelineTrainer
 from zerofit.train.trainer import own_tokens
 
 
+# The simulation runs the code of real training. What it replaces, from the outside in:
+#
+#   trainer, DeepSpeed engine     unchanged (`drivers`, `phases` observe them)
+#   torch's ops                   shapes only (FakeTensorMode), recorded by the tracker (`ops.tracker`)
+#   device, process group         simulated (`fakes.device`, torch's "fake" backend); nothing is sent
+#   files                         weights without values, NVMe as a temporary folder
 def simulate_rank(
     target: SimulationTarget, scratch: Scratch | None = None, say: Callable[[str], None] = lambda text: None
 ) -> RankRecord:
@@ -178,11 +184,11 @@ def _live(target: SimulationTarget, meter: AllocationTracker, say: Callable[[str
 def _part_input(driver: PipelineTrainer, inputs: Inputs, first: int) -> list[tuple[torch.Size, torch.dtype]]:
     """Return shape and dtype of each tensor that enters the layer `first`.
 
-    The layers before `first` run on the meta device. They are built again, since the trainer's layers may share
-    weights with layers of this stage. Decoder blocks are skipped: they keep shape and dtype, and their attention
-    may already exchange heads between ranks. If the model has a router loss, each layer after the first block also
-    gets the routers' sums.
+    If the model has a router loss, each layer after the first block also gets the routers' sums.
     """
+    # The layers before `first` run on the meta device. They are built again, since the trainer's layers may share
+    # weights with layers of this stage. Decoder blocks are skipped: they keep shape and dtype, and their attention
+    # may already exchange heads between ranks.
     run, dtype, layout = driver.job.run, DTYPES[driver.job.precision], driver.job.layout
     with torch.device("meta"):
         model = build(source_of(run), inputs, dict(run.model_args)).to(dtype)

@@ -23,6 +23,7 @@ def record_of(
     heavier_rank: int | None = None,
 ) -> RankRecord:
     """Return the record of a rank. `alloc_conf`: the options of the caching allocator."""
+    # all storages get their kind only now: the owner of an early one, e.g. an optimizer's state, is often known late
     ledger = meter.ledger
     for storage in ledger.storages:
         storage.kind = storage.kind or classify(storage)

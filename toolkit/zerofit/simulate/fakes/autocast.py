@@ -1,10 +1,4 @@
-"""Apply CUDA's autocast to a simulated device: its list of ops, its dtypes and its cache.
-
-torch's own autocast kernels cast only tensors on a CUDA device. The kernels here do the same for tensors on the
-simulated device. The list of ops comes from the installed torch (include/ATen/autocast_mode.h). A policy
-corresponds to a template `WrapFunction_` in this header, and `CastCache` to `cached_cast` in
-aten/src/ATen/autocast_mode.cpp.
-"""
+"""Apply CUDA's autocast to a simulated device: its list of ops, its dtypes and its cache."""
 
 from __future__ import annotations
 
@@ -19,6 +13,9 @@ from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch._ops import OpOverload
 from torch.utils.weak import WeakTensorKeyDictionary
 
+# torch's own autocast kernels cast only tensors on a CUDA device. The kernels here do the same for tensors on the
+# simulated device. The list of ops comes from the installed torch (include/ATen/autocast_mode.h). A policy corresponds
+# to a template `WrapFunction_` in this header, and `CastCache` to `cached_cast` in aten/src/ATen/autocast_mode.cpp.
 LOWER, FP32, FP32_DTYPE, APPEND, PROMOTE = "LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "APPEND", "PROMOTE"
 # ops without a dtype argument -> overloads with a dtype argument (AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE)
 _WITH_DTYPE = {

@@ -1,7 +1,4 @@
-"""Patch experts on fake tensors.
-
-The router's real choice is unknown, so all experts get equally many tokens. `patches` applies these functions.
-"""
+"""Patch experts on fake tensors, so that all experts get equally many tokens."""
 
 from __future__ import annotations
 
@@ -41,6 +38,8 @@ def expert_rows() -> None:
     ep_kernels.gather_rows = gather_rows
 
 
+# The router's real choice depends on values. With tokens * chosen experts = n, each of `ep_size` ranks sends and
+# receives n / ep_size rows. The first n mod ep_size ranks get one row more, so that no row is lost.
 def even_split_plan(
     selected_experts: Tensor,
     num_experts: int,
@@ -93,11 +92,9 @@ def grouped_product(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the output of torch._grouped_mm. Before torch 2.15, it has no shape rule for fp32.
-
-    The op multiplies the rows of each group by the group's matrix. For the gradient of the matrices, it multiplies
-    the rows of the inputs by the rows of the gradients in each group.
-    """
+    """Return the output of torch._grouped_mm. Before torch 2.15, it has no shape rule for fp32."""
+    # forward and gradient of the inputs:  (rows, k) x (groups, k, n) -> (rows, n)
+    # gradient of the matrices:            (k, rows) x (rows, n)      -> (groups, k, n), each over its group's rows
     if mat_a.dim() == mat_b.dim() == 2:
         assert offs is not None
         shape = (offs.numel(), mat_a.shape[0], mat_b.shape[1])

@@ -130,10 +130,7 @@ def backend_keys() -> None:
 
 
 def attention() -> None:
-    """Use CUDA's flash kernel.
-
-    For an unknown device, torch would compute attention by plain matmuls. With a mask or in fp32, use the memory-
-    efficient kernel, since flash attention does not support these.
+    """Use CUDA's attention kernels. For an unknown device, torch would compute attention by plain matmuls.
 
     (torch.nn.functional.scaled_dot_product_attention; sdp_utils.cpp of ATen for CUDA; for jagged tensors
     can_use_flash_attention and can_use_efficient_attention of torch.nested._internal.sdpa)
@@ -232,12 +229,10 @@ def superoffload() -> None:
     replace_in(superoffload_stage3, "SuperOffloadCPUOptimizer", HostSteps)
 
 
+# The optimizer process (superoffload_utils.py) has moments and a buffer in host memory. A simulation has a single
+# process, so this class allocates them.
 class HostSteps:
-    """Steps each parameter group in this process, instead of SuperOffload's optimizer process.
-
-    The optimizer process (superoffload_utils.py) has moments and a buffer in host memory. A simulation has a single
-    process, so this class allocates them.
-    """
+    """Steps each parameter group in this process, instead of SuperOffload's optimizer process."""
 
     def __init__(self, *, max_grad_numel: int, pin_memory: bool, **_: object):
         from deepspeed.runtime.superoffload.superoffload_utils import _allocate_worker_grad_buffer

@@ -44,10 +44,8 @@ class AskedForValueError(RuntimeError):
 
 
 def replace_in(owner: object, name: str, value: object) -> None:
-    """Set an attribute where type checkers reject a plain assignment.
-
-    A function defined for this purpose gets the signature of the one that it replaces, since libraries read it.
-    """
+    """Set an attribute where type checkers reject a plain assignment."""
+    # libraries read signatures, so a function defined for this purpose has the signature of the one that it replaces
     original = getattr(owner, name, None)
     own = isinstance(value, FunctionType) and "<locals>" in value.__qualname__ and "<lambda>" not in value.__qualname__
     if own and callable(original):
@@ -248,12 +246,10 @@ def rng_state(meter: AllocationTracker) -> None:
     torch.get_rng_state = torch.random.get_rng_state = get_rng_state
 
 
+# In a real run, the tensors are mapped pages of the file until they are copied or cast. The kernel can drop these
+# pages, so they do not count as memory.
 class WeightFile:
-    """A file of weights without its data. Its tensors are fakes that do not count as memory.
-
-    In a real run, the tensors are mapped pages of the file until they are copied or cast. The kernel can drop these
-    pages.
-    """
+    """A file of weights without its data. Its tensors are fakes that do not count as memory."""
 
     def __init__(self, file: str, *args: str, **kwargs: str):
         from safetensors import safe_open

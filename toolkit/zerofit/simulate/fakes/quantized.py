@@ -113,7 +113,7 @@ def traced_bits(device: str) -> Iterator[None]:
 
 def _unpacking() -> Mapping[object, Callable[..., object]]:
     """Return replacements for fused matrix multiplications."""
-    # They unpack the weights in a separate op.
+    # They unpack the weights in an op of their own, so the unpacked weights count as memory.
     if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
         return {}  # older versions call dequantize_4bit themselves
     ops = importlib.import_module("bitsandbytes.backends.default.ops")

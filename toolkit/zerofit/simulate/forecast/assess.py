@@ -151,6 +151,11 @@ def _run(target: SimulationTarget) -> SimulatedRun:
     )
 
 
+# An extrapolation is sure unless the verdict depends on what fragmentation adds. So all layers are simulated only if
+#
+#   allocated peak  <  device's memory  <  (1 + UNSURE) * reserved peak + overheads
+#
+# Below, the run fits in any case. Above, it does not, since the allocated peak is exact.
 def decided(
     ranks: Sequence[SimulatedRank | Problem],
     cluster: Cluster,
@@ -193,6 +198,8 @@ def _verdict(
     return verdict, min(record.reserved_bytes, found.peak_reserved_bytes), found.peak_reserved_bytes
 
 
+# NCCL connects a rank to its two neighbors in a ring, and to more ranks only where it sends to them directly: to all
+# others in an all-to-all, to the next and the previous stage of a pipeline.
 def _communicators(groups: list[GroupUse]) -> list[Communicator]:
     found = []
     for group in groups:

@@ -49,12 +49,14 @@ class Knob:
         return "seq_len" not in self.fields and BUCKETS not in self.change
 
 
+# The order is that of the slowdown: smaller kernels (micro batch, chunks), then more communication (stages), then more
+# computation (checkpointing), then copies to the host. Only the last change, shorter samples, alters what is trained.
 def knobs(job: Job, written: dict[str, object], named: str | None = None) -> list[Knob]:
     """Return changes to try for a job, roughly from the least to the most slowdown.
 
-    The changes do not alter the mathematics of training. Changes that DeepSpeed or zerofit refuses for this model
-    are dropped later, when they are resolved. `written`: the job's DeepSpeed JSON. `named`: the name of the JSON,
-    if it is a bundled one. In this case other bundled JSONs are tried, since a flag selects them.
+    Changes that DeepSpeed or zerofit refuses for this model are dropped later, when they are resolved. `written`: the
+    job's DeepSpeed JSON. `named`: the name of the JSON, if it is a bundled one. In this case other bundled JSONs are
+    tried, since a flag selects them.
     """
     run, layout, zero = job.run, job.layout, job.ds_config.get("zero_optimization", {})
     found = _half_the_micro_batch(job, written)

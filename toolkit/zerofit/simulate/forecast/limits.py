@@ -1,8 +1,4 @@
-"""Find the number of layers at which a model reaches DeepSpeed's limits for large models.
-
-Beyond this number, all memory grows linearly with the layers. The exception is stage 3's sub-groups of parameters.
-`sub_groups` computes them for any number of layers.
-"""
+"""Find the number of layers at which a model reaches DeepSpeed's limits for large models."""
 
 from __future__ import annotations
 
@@ -21,6 +17,18 @@ from zerofit.spec.model_facts import ELEMENT_BYTES
 from zerofit.spec.partitions import buckets
 from zerofit.spec.process import deepspeed_quiet
 
+# Beyond the highest of these numbers, all memory grows linearly with the layers. With before + layer * n elements in a
+# model of n repeated layers, a limit is reached at n = limit / layer:
+#
+#   stage   limit                                                     layer
+#   0       the number that has the full model's largest bucket       1
+#   1, 2    device_bytes / bytes of an element - before               parameters + their flat copy
+#   1 to 3  reduce_bucket_size                                        trained parameters
+#   3       max_live_parameters + prefetch_bucket_size                parameters
+#   3       sub_group_size * ranks                                    trained parameters that these ranks divide
+#
+# The exception is stage 3's sub-groups of parameters. `sub_groups` computes them for any number of layers.
+#
 # DeepSpeed's defaults in elements (runtime/zero/config.py)
 MAX_LIVE, SUB_GROUP, BUCKET = 1_000_000_000, 1_000_000_000, 500_000_000
 
@@ -129,6 +137,11 @@ def _layers_before_the_largest_bucket(one: list[int], two: list[int], count: int
     return next((n for n in range(count - 1, 0, -1) if largest(n) != whole), 0)
 
 
+# A model's parameters are listed in order, and repeated layers are adjacent. So the second layer shows where a layer
+# begins, and what it adds:
+#
+#   one layer    embedding | a b c | norm head
+#   two layers   embedding | a b c | a b c | norm head          same = 4, layer = [a, b, c]
 def _grown(one: list[int], two: list[int], layers: int) -> list[int] | None:
     """Return the sequence of sizes for `layers` layers, from those for one and for two layers.
 

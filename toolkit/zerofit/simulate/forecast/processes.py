@@ -1,9 +1,4 @@
-"""Run simulations in parallel.
-
-A server imports all libraries once, and forks a process per simulation. The server (`spec.server_process`) runs
-`serve`. A request is a folder, with the modules to import for it. When the server ends, it kills all processes that
-it has started.
-"""
+"""Run simulations in parallel: a server imports all libraries once, and forks a process per simulation."""
 
 from __future__ import annotations
 
@@ -72,7 +67,8 @@ IMPORTED_FOR_SCRIPTS = (
     "zerofit.simulate.script.rank",
 )
 Target = SimulationTarget | ScriptTarget
-# Processes and files of one request:
+# The server (`spec.server_process`) runs `serve`. A request is a folder, with the modules to import for it. When the
+# server ends, it kills all processes that it has started. Processes and files of one request:
 #
 #   zerofit ── folder ──► server (torch and DeepSpeed imported, fork only) ──► answering process, its own group
 #                                                                                 └─► one process per target N

@@ -158,6 +158,8 @@ class KnobResult:
         return cls(change=change, config=config, **figures)
 
 
+# A simulation takes seconds to minutes, and a chain can have ten changes. Since each change includes the one before it,
+# memory falls along the chain, and log2(10) simulations find the first that fits.
 def first_that_fits(
     chain: Sequence[T], best: KnobResult, simulate: Callable[[Sequence[T]], list[KnobResult | None]]
 ) -> KnobResult:
@@ -253,6 +255,9 @@ class Simulation:
     allocations: RankAllocations | None = field(default=None, repr=False, compare=False)  # for `write_snapshot`
     simulate_knobs: SimulateKnobs | None = field(default=None, repr=False, compare=False)
 
+    # The lower end is what torch reserves if the device keeps up with the host, with each overhead at its lower end.
+    # The upper end has the larger of two figures: the reserve if the host runs ahead, and the likely reserve with the
+    # excess that published runs had (RESERVED_MORE, more with several ranks).
     @property
     def smi_range_bytes(self) -> tuple[int, int]:
         """A range for `smi_bytes`. It contained the measurement in 8 of 10 published runs.

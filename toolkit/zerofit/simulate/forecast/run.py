@@ -116,17 +116,10 @@ def _simulated(
 def layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
     """Return three layer counts: one to check the extrapolation, two to extrapolate from.
 
-    Each count includes the layers before the equal layers. A count must meet two conditions:
-
-    - DeepSpeed reaches every limit that it reaches with the full model (live parameters, buckets, optimizer groups).
-    - The largest sub-group of stage 3 is the same as in the full model, since a sub-group can end within a layer.
-
-    Return None if the full model must be simulated, e.g. in these cases:
-
-    - Layers differ in their parameters.
-    - The config has no plain number of layers.
-    - Ranks divide flat groups (stages 1 and 2). Then a rank's parameters depend on the number of layers.
+    Each count includes the layers before the equal layers. Return None if the full model must be simulated.
     """
+    # E.g. if layers differ in their parameters, or if ranks divide flat groups (stages 1 and 2): a rank's parameters
+    # then depend on the number of layers.
     total, before, layout = _layers(target), _leading(target), target.job.layout
     if layout.pp > 1 or differ_by_layer(target.job.run.partial, total):
         return None
@@ -153,6 +146,9 @@ def _grows_evenly(target: SimulationTarget, counts: tuple[int, int, int], total:
 
 def _worthwhile(target: SimulationTarget, total: int, before: int) -> tuple[int, int, int] | None:
     """Return the smallest counts for `layer_counts`; None if they exceed WORTH * `total` layers."""
+    # With each count, DeepSpeed must reach every limit that it reaches with the full model (live parameters, buckets,
+    # optimizer groups). And the largest sub-group of stage 3 must be that of the full model, since a sub-group can end
+    # within a layer.
     few, more = (_with_layers(target, before + n) for n in (1, 2))
     first = before + max(FEWEST, *(1 + math.ceil(limit) for limit in limits(target, few, more, total - before)), 0)
     groups, counts = _sub_groups(target), list[int]()
@@ -200,10 +196,8 @@ def _extrapolated(
 ) -> tuple[RankRecord, float] | None:
     """Return the record for `total` layers, and the error of the extrapolation.
 
-    Each value is extrapolated by a line through the records of the last two layer counts. At the first layer count,
-    the line is compared with the first record. The error is the largest relative error among the highest peak, host
-    memory and bytes on NVMe. If there is no peak to compare, the error is infinite. If host memory is not linear,
-    the result is None.
+    The error is the largest relative error at the first layer count among the highest peak, host memory and bytes on
+    NVMe. If there is no peak to compare, the error is infinite. If host memory is not linear, the result is None.
     """
     first, few, more = records
 
@@ -270,10 +264,10 @@ def _moments(few: RankRecord, more: RankRecord, line: Line, groups: list[list[in
 def _reserved(records: list[RankRecord], counts: tuple[int, ...], total: int, peak: int, name: str) -> int:
     """Return the extrapolated reserved bytes: the peak, plus what is reserved but unused.
 
-    `counts`: the numbers of layers of the three records. The growth of the unused bytes per layer is known twice: from
-    the first record to the second, and from the second to the third. The smaller growth is used, because one extra
-    segment can make the other too large.
+    `counts`: the numbers of layers of the three records.
     """
+    # The growth of the unused bytes per layer is known twice: from the first record to the second, and from the second
+    # to the third. The smaller growth is used, because one extra segment can make the other too large.
     unused = [getattr(record, name) - record.peaks[0].bytes for record in records]
     steps = [(b - a) / (m - n) for (a, b), (n, m) in zip(pairwise(unused), pairwise(counts), strict=True)]
     return peak + max(*unused, unused[-1] + round(min(steps) * (total - counts[-1])))

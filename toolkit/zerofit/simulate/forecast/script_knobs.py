@@ -188,11 +188,10 @@ def _of_lines(command: ScriptCommand, facts: ScriptFacts, ranks: int, on_gpu: bo
     return [ScriptKnob(change=" and ".join(shown[e] for e in edits), command=command, edits=edits) for edits in found]
 
 
+# A script with an Accelerator and DDP leaves the sharding to Accelerate's file. So each change is a file that shards
+# the model, with the user's own settings for everything else.
 def _of_accelerate(command: ScriptCommand, facts: ScriptFacts, target: ScriptTarget, folder: Path) -> list[ScriptKnob]:
-    """Return files for `accelerate launch --config_file`, for a script with an Accelerator.
-
-    With each file, the model is sharded.
-    """
+    """Return files for `accelerate launch --config_file`, for a script with an Accelerator."""
     fsdp: dict[str, object] = {"fsdp_version": 2, "fsdp_reshard_after_forward": True}
     if facts.block:
         wrapped = {"fsdp_transformer_layer_cls_to_wrap": facts.block}

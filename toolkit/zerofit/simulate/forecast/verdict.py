@@ -156,6 +156,12 @@ def judge(
     return _verdict(word, (likely_bytes, peak_reserved_bytes), beside, device_bytes, kept)
 
 
+# A reserved peak above the device's memory is no error yet: torch first returns cached segments. So the events are
+# replayed with limited memory, first what is left in the worst case, then in the best case:
+#
+#   FITS     room = (device - upper ends) / (1 + REPLAYED)      the share REPLAYED stays free for what is not simulated
+#   WITHIN   room = device - lower ends
+#   NOT      an allocation fails even there
 def judge_events(
     events: Sequence[Event],
     beside: Sequence[Overhead],
@@ -165,8 +171,7 @@ def judge_events(
 ) -> tuple[FitVerdict, Reserved]:
     """Return the verdict on a sequence of allocations, and the replay that decided it.
 
-    If the reserved peak is too large, the allocator may still avoid an error by releasing cached segments. So the
-    sequence is replayed with the device's memory minus the overheads.
+    The replay is the one that fits. Without one, it is the replay without a limit.
     """
     found = replay(events, settings=settings)
     verdict = judge(found.peak_reserved_bytes, beside, device_bytes, likely_bytes=likely_bytes)

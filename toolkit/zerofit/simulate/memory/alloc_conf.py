@@ -36,6 +36,9 @@ class AllocatorSettings:
     rounding_bytes: int = LARGE_SEGMENT_BYTES  # a larger request gets such a block if it is less than this larger
     divisions: tuple[int, ...] = (0,) * INTERVALS  # steps per power of two to which sizes are rounded; 0 or 1: none
 
+    # A request is rounded up to 512 bytes, or with `roundup_power2_divisions` to a part of the power of two below it:
+    #
+    #   unit = 2^floor(log2(size)) / divisions        e.g. 100 MiB with 8 divisions: unit 8 MiB, block 104 MiB
     def rounded_bytes(self, size_bytes: int) -> int:
         """Return the size of the block for a request of `size_bytes` (round_size)."""
         if size_bytes < MIN_BLOCK_BYTES:
@@ -108,6 +111,10 @@ def _mebibytes(field: str, value: str) -> dict[str, object]:
     return {field: int(value) * MIB}
 
 
+# [64:8,256:4,>:2] in the table of intervals. Each starts at a power of two of MiB:
+#
+#   from MiB     1 ... 64   128   256   512 ... 32768
+#   divisions    8 ...  8     0     4     2 ...     2      the first entry holds for smaller sizes, too
 def _divisions(value: str) -> dict[str, object]:
     """Read one number for all sizes, or [MIB:N,...,>:N] (parseRoundUpPower2Divisions)."""
     if not value.startswith("["):

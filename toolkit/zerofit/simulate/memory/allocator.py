@@ -83,6 +83,11 @@ class Reserved:
         return 1 - self.peak_allocated_bytes / self.peak_reserved_bytes if self.peak_reserved_bytes else 0.0
 
 
+# Reserved bytes depend on the order of all allocations, so they are replayed with the rules of torch's allocator
+# (`caching`). The host's lead over the device is unknown. Two replays give both ends:
+#
+#   host_ahead=False   the device keeps up: a released block is free at once       the likely reserved peak
+#   host_ahead=True    a block that another stream used is free after a wait       the highest reserved peak
 def replay(
     events: Iterable[Event],
     *,
@@ -93,13 +98,10 @@ def replay(
 ) -> Reserved:
     """Replay the allocations and releases of a device in order.
 
-    A positive change allocates or grows a storage, a negative one shrinks or frees it. Resizing allocates the new
-    block before it frees the old one, as at::native::resize_bytes_cuda does.
-
-    With `host_ahead`, a block that another stream uses is freed at the latest moment: after the host has waited for
-    that stream. Without `host_ahead` it is freed at once, as if the device kept up with the host. `device_bytes`:
-    the device's memory without the context and other uses outside of the allocator. `allocator`: an allocator to
-    use instead of a new one, e.g. one that records its actions.
+    A positive change allocates or grows a storage, a negative one shrinks or frees it. `host_ahead`: a block that
+    another stream uses is freed only after the host has waited for that stream. `device_bytes`: the device's memory
+    without the context and other uses outside of the allocator. `allocator`: an allocator to use instead of a new one,
+    e.g. one that records its actions.
     """
     settings = settings or AllocatorSettings()
     if allocator is None:
@@ -144,6 +146,7 @@ def _change(
         return True
     if not old:
         return allocator.allocate(storage, new, stream)
+    # at::native::resize_bytes_cuda allocates the new block before it frees the old one, so both may be a peak
     moved = allocator.allocate(RESIZED, new, stream)
     if moved:
         allocator.release(storage, number)

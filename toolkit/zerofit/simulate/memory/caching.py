@@ -49,6 +49,7 @@ class Block:
         self.mapped = mapped  # False: address space without memory, in expandable segments only
         self.uses: set[int] = set()  # streams other than the pool's that use it (stream_uses)
 
+    # one number sorts faster than a pair: | size | 64 bits of address |
     @property
     def key(self) -> int:
         """The block's sort key: its size, then its address (BlockComparatorSize)."""
@@ -235,11 +236,11 @@ class CachingAllocator:
         block.pool.remove(block)
         self.reserved_bytes -= block.size
 
+    # With `max_split_size`, oversize blocks are never split, so a request can lack memory beside large free blocks.
+    # torch first returns the smallest of them that is large enough, otherwise the largest ones one by one
+    # (release_available_cached_blocks).
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Release oversize blocks to the driver until a request fits.
-
-        Return whether it fits.
-        """
+        """Release oversize blocks to the driver. Return whether a request now fits."""
         limit = self.settings.max_split_bytes
         if isinf(limit):
             return False
@@ -384,6 +385,10 @@ class ExpandableAllocator(CachingAllocator):
         block.pool.add(block)
         return True
 
+    # Only complete pages can be unmapped. What is left of the block on both sides stays free:
+    #
+    #   page      |          |##########|##########|          |
+    #   block         | free  . unmapped .          . free |
     def _unmap(self, block: Block) -> None:
         pool, page = block.pool, block.pool.page_bytes
         begin = -(-block.address // page) * page
@@ -405,5 +410,6 @@ class ExpandableAllocator(CachingAllocator):
 
 
 def _room(block: Block) -> int:
+    # what the block can grow to, as `expandable_size` in get_free_block
     after = block.next
     return block.size + (after.size if after is not None and not after.mapped else 0)

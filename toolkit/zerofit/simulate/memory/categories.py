@@ -27,9 +27,11 @@ from zerofit.spec.memory_kinds import (
 
 Tag = Callable[[object, str], None]  # AllocationTracker.tag
 
-# attributes of DeepSpeed's ZeRO optimizers
 # A storage gets the first kind that is found: by owner (tags, set while it lives), by the function of DeepSpeed
 # that allocated it (ALLOCATED_BY), by the file of a loss, by the phase.
+#
+# Owners are attributes of DeepSpeed's ZeRO optimizers. They are read at the beginning of each phase, since DeepSpeed
+# replaces the tensors while it trains.
 OWNED_AS = {
     "ipg_buckets": BUCKETS,
     "grad_partitions_flat_buffer": GRADIENTS,
@@ -52,6 +54,7 @@ def tag_owned_storages(tag: Tag, engine: DeepSpeedEngine) -> None:
     """Tag the storages that the model and the optimizer own now."""
     model = cast("nn.Module", engine.module)
     for parameter in model.parameters():
+        # ZeRO-3: a parameter's own storage lives only while it is gathered, and `ds_tensor` is this rank's part
         partition = getattr(parameter, "ds_tensor", None)
         if partition is not None:
             tag(partition, PARAMETERS)

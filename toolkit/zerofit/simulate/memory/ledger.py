@@ -54,10 +54,7 @@ class PhaseMark:
 # host memory by phase (`memory.host`), and the messages for a replay of the caching allocator (`memory.allocator`).
 # Storages are classified at the end (`memory.categories`), because their owner is often known only then.
 class Ledger:
-    """Records storages, their allocations (+bytes) and releases (-bytes) in order.
-
-    It also has the live and the peak bytes of each place.
-    """
+    """Records allocations (+bytes) and releases (-bytes) in order, and the peak of each place."""
 
     def __init__(self) -> None:
         self.storages: list[Storage] = []
@@ -201,6 +198,10 @@ def place_in_code(storage: Storage) -> str:
     return "/".join(parts[start:]) + f":{storage.line}"
 
 
+# The allocator's list lacks the events of other places, and has the notes in between. So an index changes:
+#
+#   ledger     alloc host | alloc | free |            | alloc          Synchronized(before=3): 2 events of the device
+#   allocator               alloc | free | Synchronized | alloc        Synchronized(before=2)
 def device_events(ledger: Ledger) -> list[Event]:
     """Return the events of the device's caching allocator in order, for `allocator.replay`."""
     found: list[Event] = []
@@ -221,11 +222,10 @@ def device_events(ledger: Ledger) -> list[Event]:
     return found
 
 
+# A run has up to millions of events, and a picture a few thousand pixels. So events are divided into intervals, which
+# end at phases, too. Each interval is shown by its highest moment, since its mean would hide the peak.
 def timeline(ledger: Ledger, points: int = 2000) -> tuple[MemoryPoint, ...]:
-    """Return the device memory by kind over the run, at about `points` moments.
-
-    The events of each phase are divided into intervals. Each interval's moment with the most memory is returned.
-    """
+    """Return the device memory by kind over the run, at about `points` moments."""
     stretch = max(1, len(ledger.events) // points)
     found: list[tuple[int, PhaseMark, dict[str, int], Storage | None]] = []
     alive: Counter[str] = Counter()

@@ -66,6 +66,12 @@ class StackLog:
         return self._known.setdefault(stack, stack)
 
 
+# torch's snapshot has two parts, which the viewers draw: a trace of what the allocator did, and the segments with their
+# blocks at the end. Both come from the replay, whose steps correspond to torch's entries:
+#
+#   storage   alloc ................ free_requested          (RESIZED until the storage has its new block)
+#   block     `- the same address ......... free_completed   (later, if another stream still uses it)
+#   driver    segment_alloc ........................ segment_free    with expandable segments segment_map, segment_unmap
 class _RecordingAllocator(CachingAllocator):
     def __init__(
         self, device_bytes: int | None, settings: AllocatorSettings, origins: Sequence[AllocationOrigin]

@@ -39,10 +39,10 @@ def flops_of(func: OpOverload, args: OpArguments, kwargs: OpKeywords, out: OpOut
 def added_to(func: OpOverload, args: OpArguments, caller: FrameType | None) -> Tensor | None:
     """Return the older gradient if this op is autograd's sum of two gradients; otherwise None.
 
-    `caller`: the op's Python frame. A real run adds in place if nothing else refers to the older gradient
-    (autograd/input_buffer.cpp, accumulate). While a dispatch mode is active, autograd makes a new tensor instead.
-    An addition in a node's own formula is mistaken for a sum of gradients.
+    `caller`: the op's Python frame. An addition in a node's own formula is mistaken for a sum of gradients.
     """
+    # A real run adds in place if nothing else refers to the older gradient (autograd/input_buffer.cpp, accumulate).
+    # While a dispatch mode is active, autograd makes a new tensor instead.
     if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or not torch._C._current_autograd_node():
         return None
     while caller is not None and caller.f_code.co_filename.endswith(
@@ -122,12 +122,13 @@ def _softmax_mask(args: OpArguments, out: OpOutput) -> int:
     return args[0].numel() + args[0].numel() // args[0].shape[-1] + 4
 
 
+# ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: in float32, dq is added up in rows of padded size
+# (dq_accum), and each row has the sum of its gradients (softmax_d). Fewer key heads than query heads need dk and dv for
+# every query head first.
+#
+#   bytes = 4 * batch * heads * rows * columns + 4 * batch * heads * rows      rows to 128, columns to 32
 def _flash_backward(args: OpArguments, out: OpOutput) -> int:
-    """Count the float32 bytes of dq's accumulator (padded to 128 rows, 32 columns) and row sums.
-
-    Source: ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd (dq_accum and softmax_d). If there are
-    fewer key heads than query heads, dk and dv are first allocated for every query head.
-    """
+    """Count the bytes of dq's accumulator, of row sums, and of dk and dv for every query head."""
     query, key = args[1], args[2]
     batch, heads, length, width = query.shape
     rows, columns = -(-length // 128) * 128, -(-width // 32) * 32
@@ -237,12 +238,10 @@ def _is_pointwise(op: str) -> bool:
     return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
 
 
+# A CPU kernel gets copies of its operands in the dtype it computes in (ATen/TensorIterator.cpp, compute_types). A GPU
+# kernel casts while it reads. E.g. float32 += bfloat16 copies the second operand: 4 bytes an element.
 def _casts(op: str, args: OpArguments, out: OpOutput) -> int:
-    """Count the bytes of operands that a pointwise op converts to the dtype it computes in.
-
-    A CPU kernel gets copies in that dtype (ATen/TensorIterator.cpp, compute_types). A GPU kernel casts while it
-    reads. If the op changes a tensor in place, this tensor counts, too.
-    """
+    """Count the bytes of operands, and of a result in place, that a pointwise op converts."""
     computed = args[1:] if op == "aten::where" else args  # the condition is not cast, and neither is a mask
     operands = [one for one in computed if isinstance(one, Tensor) and one.dim() and not op.startswith("aten::masked")]
     if not operands or not isinstance(out, Tensor) or len({one.dtype for one in (*operands, out)}) == 1:

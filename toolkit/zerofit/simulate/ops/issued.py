@@ -51,6 +51,8 @@ class IssuedWait(NamedTuple):
     before: int  # index in the list: it waits for work before this index
 
 
+# A simulation has no times, so the log has only what decides them: the order of work on each stream, and what each
+# stream waits for. `app.simulation.script_trace` adds the times later, for any device.
 class IssuedLog:
     """The issued work and waits, in order."""
 

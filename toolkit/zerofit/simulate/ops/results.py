@@ -45,6 +45,9 @@ _entries: dict[torch.device, dict[str, object]] = {}  # attributes (`vars`) of a
 # FakeTensorMode decides which results may be cached (torch/_subclasses/fake_tensor.py, `_validate_cache_key` and
 # others). It counts each op that it does not put into its own cache (`cache_bypasses`). Its keys also contain offsets
 # and sizes of storages. Only views depend on them, and `shortcuts.run` handles views.
+#
+#   key      op, default dtype, inference mode, then for each tensor: shape, strides, dtype, device, gradient, bits
+#   entry    what to make (`_New`), or which argument the op returns (`_OpArgument`)
 def repeated(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
     """Run an op on fakes, or return the cached result for equal shapes, dtypes and devices."""
     mode = torch._C._get_dispatch_mode(_FAKE)
@@ -65,7 +68,9 @@ def repeated(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutpu
 
 
 def new_fake(mode: FakeTensorMode, elem: Tensor, device: torch.device) -> FakeTensor:
-    """Return a fake of the meta tensor `elem`. FakeTensor(...) would check its arguments slowly."""
+    """Return a fake of the meta tensor `elem`."""
+    # FakeTensor(...) would check its arguments slowly. All new fakes of a device have equal attributes, so a copy of
+    # the first one's is enough.
     entries = _entries.get(device)
     if entries is None or entries["fake_mode"] is not mode:
         made = FakeTensor(mode, elem, device)
@@ -102,12 +107,10 @@ def _add(key: list[object], values: Sequence[object], mode: FakeTensorMode) -> b
     return True
 
 
+# A larger storage has a second owner or a second use, which a copy would lack. A conjugate or negative bit delays a
+# copy until the values are needed, and `_New` has no such bit.
 def _is_plain(out: object) -> bool:
-    """Return whether `_New` describes an output.
-
-    Then its storage is as small as its shape allows, and no bit delays a conjugation or a change of sign. Outputs
-    from FakeTensorMode's cache are plain in this sense, except for the bits.
-    """
+    """Return whether `_New` describes an output: a compact storage, without conjugate and negative bit."""
     if not isinstance(out, FakeTensor):
         return out is None or type(out) is int
     with torch._C._DisableTorchDispatch():

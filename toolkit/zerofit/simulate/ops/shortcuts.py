@@ -1,11 +1,4 @@
-"""Run ops on fakes, with shortcuts where ZeRO repeats ops per rank.
-
-The storage of some outputs is corrected.
-
-ZeRO-3 splits gathered parameters and gradients into one piece per rank, and joins the pieces again. For many ranks
-this is slow, since torch needs half a millisecond per op (deepspeed/runtime/zero/partition_parameters.py:791,
-runtime/comm/coalesced_collectives.py:96).
-"""
+"""Run ops on fakes, with shortcuts where ZeRO repeats ops per rank, and with storages of the real size."""
 
 from __future__ import annotations
 
@@ -64,6 +57,11 @@ def as_stored(func: OpOverload, args: OpArguments, out: OpOutput) -> OpOutput:
     return out
 
 
+# ZeRO-3 splits gathered parameters and gradients into one piece per rank, and joins the pieces again. For many ranks
+# this is slow, since torch needs half a millisecond per op (deepspeed/runtime/zero/partition_parameters.py:791,
+# runtime/comm/coalesced_collectives.py:96). Pieces of equal size differ only in their offset, which no size depends on:
+#
+#   gathered   | rank 0 | rank 1 | ... | rank 511 |        one fake for all 512 pieces
 def sharing_pieces(function: Callable[..., object], cut: str) -> Callable[..., object]:
     """Wrap a function that cuts tensors, and uses the pieces only to join them.
 

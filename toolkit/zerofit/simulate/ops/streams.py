@@ -1,10 +1,4 @@
-"""Simulate a device's streams and events, and the work that the host has waited for.
-
-The host runs ahead of the device. The host waits for a stream if it calls `synchronize()`, reads a value (`item()`),
-or copies between host and device without `non_blocking`. Then the stream's work is complete, and so is the work on
-other streams that this stream has waited for. Before the host waits, `query()` returns False. If `query()` is called
-again without new work, the host is in a waiting loop. So this call waits and returns True.
-"""
+"""Simulate a device's streams and events, and the work that the host has waited for."""
 
 from __future__ import annotations
 
@@ -101,6 +95,10 @@ class Streams:
         return 0 if self.issued is None else len(self.issued.items)
 
 
+# The host runs ahead of the device. The host waits for a stream if it calls `synchronize()`, reads a value (`item()`),
+# or copies between host and device without `non_blocking`. Then the stream's work is complete, and so is the work on
+# other streams that this stream has waited for. Before the host waits, `query()` returns False. If `query()` is called
+# again without new work, the host is in a waiting loop. So this call waits and returns True.
 class SimulatedEvent:
     """A point in a stream, with the work that is done when the stream reaches it."""
 

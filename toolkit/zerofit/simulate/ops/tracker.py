@@ -77,9 +77,7 @@ class AllocationTracker(TorchDispatchMode):
     """Records the allocations of all ops in the ledger.
 
     Fake tensors count as memory, meta tensors do not. `device`: type of the simulated device. On "cpu", host and
-    device are one. `workspace_bytes`: bytes that torch allocates and keeps for matrix products, per thread and
-    stream (aten/src/ATen/cuda/CublasHandlePool.cpp). Autograd runs backward in a thread of its own, so this thread
-    gets its own workspace.
+    device are one. `workspace_bytes`: bytes that torch allocates and keeps for matrix products, per thread and stream.
     """
 
     own_line_bytes = sys.maxsize  # from this size on, each storage has the user's line, not only at a new peak
@@ -249,6 +247,8 @@ class AllocationTracker(TorchDispatchMode):
 
     def _open_handle(self, op: str, size: int, place: CallSite | None) -> None:
         """Record a library's workspace, at the first call of each thread on each stream."""
+        # aten/src/ATen/cuda/CublasHandlePool.cpp: a handle belongs to a thread, a workspace to a handle and a stream.
+        # Autograd runs backward in a thread of its own, which therefore gets a second workspace.
         handle = threading.get_ident(), self.streams.current.number, size
         if handle not in self._handles:
             self._handles.add(handle)
@@ -260,6 +260,8 @@ class AllocationTracker(TorchDispatchMode):
         storage.stream = self.streams.current.number
         return self.ledger.allocated(storage)
 
+    # `item()` needs the value, and a copy between host and device without `non_blocking` returns only when it is done
+    # (aten/src/ATen/native/cuda/Copy.cu, copy_kernel_cuda). Everything else only issues work.
     def _has_waited(self, name: str, args: OpArguments, kwargs: OpKeywords, out: OpOutput) -> bool:
         """Return whether the host waited in this op for a value, or a copy from or to the device."""
         if name == "aten::_local_scalar_dense":
@@ -333,6 +335,8 @@ class AllocationTracker(TorchDispatchMode):
         self._last = here
         return here
 
+    # The largest of a collective's tensors is what all ranks have together: the output of an all-gather, the input of a
+    # reduce-scatter, either one of an all-reduce.
     def _note_collective(self, name: str, args: OpArguments, out: OpOutput) -> None:
         group: Any  # of torch, or None
         if name == _ULYSSES:  # DeepSpeed's own op (deepspeed/sequence/layer.py), which gets the name of its group
