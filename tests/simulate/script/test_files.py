@@ -49,14 +49,14 @@ assert np.load("stats.npy").sum() == 10
 shared = np.memmap("map.bin", dtype=np.float32, mode="w+", shape=(10, 10))
 shared[:] = 1
 assert np.memmap("map.bin", dtype=np.float32, mode="r", shape=(10, 10)).sum() == 100
-os.symlink("stats.npy", "latest.npy")
+os.symlink(src="stats.npy", dst="latest.npy")
 assert np.load("latest.npy").sum() == 10
-database = sqlite3.connect("log.db")
+database = sqlite3.connect(database="log.db")
 database.execute("create table t(x)")
 database.close()
 logging.FileHandler("train.log").close()
 torch.save(torch.arange(6), "ids.pt")
-os.replace("ids.pt", "best.pt")
+os.replace(src="ids.pt", dst="best.pt")
 assert torch.load("best.pt").sum().item() == 15 and not os.path.exists("ids.pt")
 os.chdir(before)
 found = sorted(name for _, _, names in os.walk("outputs") for name in names)
@@ -181,7 +181,7 @@ for named, limit in (({}, 77), ({"generation_config": GenerationConfig(max_lengt
 words = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
 PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained("tiny")
 assert AutoTokenizer.from_pretrained("tiny")("a").input_ids == [1]
-model = AutoModelForCausalLM.from_pretrained("tiny", dtype="auto").cuda()
+model = LlamaForCausalLM.from_pretrained(pretrained_model_name_or_path="tiny", dtype="auto").cuda()
 assert model.dtype == torch.bfloat16 and type(model).__name__ == "LlamaForCausalLM"
 optimizer = torch.optim.AdamW(model.parameters())
 for i in range(4):
@@ -238,7 +238,7 @@ engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), 
 for i in range(50):
     engine.backward(engine(torch.randn(4, 64, device=engine.device)).mean())
     engine.step()
-    engine.save_checkpoint("saved", tag=f"step{i}", client_state={"step": i})
+    engine.save_checkpoint("saved", f"step{i}", {"step": i}, True, False)
     path, client = engine.load_checkpoint("saved")
     assert client["step"] == i and path.endswith(f"step{i}")
     state = {"weight": net.weight.detach().clone()}

@@ -103,7 +103,7 @@ assert ids.tolist() == [0, 1, 2] and copied.tolist() == [1, 2, 3]
 before = torch.cuda.memory_allocated()
 large = torch.tensor(torch.randn(1 << 20, device="cuda"), device="cuda")
 assert torch.cuda.memory_allocated() == before + large.nbytes
-assert not ids.equal(copied) and ids.equal(torch.arange(3, device="cuda")) and large.equal(large)
+assert not ids.equal(copied) and ids.equal(torch.arange(3, device="cuda")) and large.equal(other=large)
 Tensor = torch.cuda.FloatTensor if torch.cuda.is_available() else torch.FloatTensor
 valid = Tensor(5, 1).fill_(1.0)
 assert valid.is_cuda and valid.shape == (5, 1) and Tensor([1.0, 2.0]).tolist() == [1, 2]

@@ -156,25 +156,25 @@ class ScratchFiles:
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), os.fspath(path))
         self._remove(path, "rmdir")
 
-    def replace(self, source: FilePath, target: FilePath) -> None:
+    def replace(self, src: FilePath, dst: FilePath) -> None:
         """Rename a file or folder. If it is the user's own, a copy is renamed."""
-        full = self._full(source)
+        full = self._full(src)
         # a folder in the scratch folder has only the files that the script wrote: copy the others before the rename
-        for folder, _, names in os.walk(os.fsdecode(source)):
+        for folder, _, names in os.walk(os.fsdecode(src)):
             for name in names:
                 self.to_write(os.path.join(folder, name))
-        _os["replace"](self.to_write(source), self.to_write(target, update=False))
+        _os["replace"](self.to_write(src), self.to_write(dst, update=False))
         if full is not None:
             self._gone.add(full)
 
-    def link(self, source: FilePath, target: FilePath, *args: object, **kwargs: object) -> None:
+    def link(self, src: FilePath, dst: FilePath, *args: object, **kwargs: object) -> None:
         """Make a hard link. If the file is the user's own, link a copy."""
-        _os["link"](self.to_write(source), self.to_write(target, update=False), *args, **kwargs)
+        _os["link"](self.to_write(src), self.to_write(dst, update=False), *args, **kwargs)
 
-    def symlink(self, source: FilePath, target: FilePath, *args: object, **kwargs: object) -> None:
+    def symlink(self, src: FilePath, dst: FilePath, *args: object, **kwargs: object) -> None:
         """Make a symbolic link."""
-        actual = self.to_read(source) if os.path.isabs(os.fspath(source)) else source
-        _os["symlink"](actual, self.to_write(target, update=False), *args, **kwargs)
+        actual = self.to_read(src) if os.path.isabs(os.fspath(src)) else src
+        _os["symlink"](actual, self.to_write(dst, update=False), *args, **kwargs)
 
     def scandir(self, path: ScriptPath = ".") -> _Entries:
         """Return the entries of a folder."""
@@ -335,11 +335,11 @@ def scratch_files() -> ScratchFiles:
 
     (os, pathlib, shutil, tempfile; sqlite3, pyarrow)
     """
-    files = ScratchFiles()
+    files, connect_to = ScratchFiles(), sqlite3.connect
 
-    def database(path: FilePath) -> FilePath:
-        in_memory_or_uri = str(path).startswith((":", "file:"))
-        return path if in_memory_or_uri else files.to_write(path)
+    def connect(database: FilePath, *args: Any, **kwargs: Any) -> sqlite3.Connection:
+        in_memory_or_uri = str(database).startswith((":", "file:"))
+        return connect_to(database if in_memory_or_uri else files.to_write(database), *args, **kwargs)
 
     own = {"open": files.descriptor, "unlink": files.remove, "rename": files.replace}
     own |= {"getcwd": lambda: files._here}
@@ -350,7 +350,7 @@ def scratch_files() -> ScratchFiles:
             replace_in(os, name, files.named(files.redirected(_os[name], actual_path), _os[name]))
     replace_in(shutil, "_use_fd_functions", False)  # else shutil.rmtree would remove by descriptors
     sys.dont_write_bytecode = True
-    replace_in(sqlite3, "connect", files.redirected(sqlite3.connect, database))
+    replace_in(sqlite3, "connect", connect)
     with suppress(ImportError):
         import pyarrow
 

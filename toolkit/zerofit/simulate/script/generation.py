@@ -22,9 +22,6 @@ from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.simulate.script.values import known_value
 
 if TYPE_CHECKING:
-    pass
-
-if TYPE_CHECKING:
     from transformers import GenerationConfig
     from transformers.utils.generic import ModelOutput
 

@@ -145,11 +145,11 @@ def equality() -> None:
     """
     original = torch.Tensor.equal
 
-    def equal(left: Tensor, right: Tensor) -> bool:
-        left_value, right_value = known_value(left), known_value(right)
-        if left_value is None or right_value is None:
-            return left.shape == right.shape
-        return original(left_value, right_value)
+    def equal(input: Tensor, other: Tensor) -> bool:
+        value, other_value = known_value(input), known_value(other)
+        if value is None or other_value is None:
+            return input.shape == other.shape
+        return original(value, other_value)
 
     torch.equal = equal
     replace_in(Tensor, "equal", equal)

@@ -54,11 +54,12 @@ def pretrained(meter: ScriptTracker) -> None:
     # `Any`: `from_pretrained` accepts every argument of its model's class and of its configuration
     def from_pretrained(
         cls: type[PreTrainedModel],
-        path: str | os.PathLike[str] | None,
+        pretrained_model_name_or_path: str | os.PathLike[str] | None,
         *args: object,
         config: PreTrainedConfig | str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> object:
+        path = pretrained_model_name_or_path
         for name in _QUANTIZED:
             if kwargs.get(name):
                 raise not_simulated(f"{name}: quantized weights", "simulate with unquantized weights")

@@ -387,7 +387,8 @@ def saved_checkpoints() -> Replaced:
         save_dir: StrPath,
         tag: object = None,
         client_state: Mapping[str, object] | None = None,
-        **_: object,
+        *_: object,
+        **__: object,
     ) -> bool:
         tag = tag or f"global_step{self.global_steps}"
         os.makedirs(folder_of(save_dir, tag), exist_ok=True)
