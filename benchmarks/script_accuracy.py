@@ -20,7 +20,7 @@ from typing import Any
 
 from meter.pool import Ranks
 from meter.report import surroundings
-from meter.script_cases import names, task
+from meter.script_cases import names, task, with_cases
 from meter.script_task import ScriptTask
 
 RESULTS = Path(__file__).parent / "results"
@@ -74,10 +74,9 @@ class ScriptComparison:
 
 def main() -> int:
     asked = parse()
-    chosen = [name for name in names() if set(asked.cases) <= set(name.split())]
     found: list[ScriptComparison] = []
     with tempfile.TemporaryDirectory() as name, Ranks(Path(name) / "ranks") as ranks:
-        for case in chosen:
+        for case in asked.cases:
             started = time.monotonic()
             try:
                 found.append(compare(case, task(case, Path(name) / case.replace(" ", "-")), ranks))
@@ -87,7 +86,7 @@ def main() -> int:
             print(f"{found[-1].line()}  {time.monotonic() - started:.0f} s", flush=True)
             if asked.out:
                 write(found, asked.out / "script-accuracy-cpu.json")
-    return 0 if len(found) == len(chosen) and met(found) else 1
+    return 0 if len(found) == len(asked.cases) and met(found) else 1
 
 
 def compare(name: str, asked: ScriptTask, ranks: Ranks) -> ScriptComparison:
@@ -137,9 +136,8 @@ def write(found: list[ScriptComparison], path: Path) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--cases", nargs="*", default=[], help="only those with all these words, e.g. trainer zero3")
     parser.add_argument("--out", type=Path, help=f"write JSON into this folder (ours: {RESULTS.name}/)")
-    return parser.parse_args()
+    return with_cases(parser)
 
 
 if __name__ == "__main__":

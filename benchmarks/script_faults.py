@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from meter.script_cases import names, task
+from meter.script_cases import task, with_cases
 
 from zerofit.app.simulation.scripts import simulate_script
 from zerofit.simulate.forecast.result import SimulatedScript
@@ -28,9 +28,7 @@ WIDE = {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816, "nu
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--cases", nargs="*", default=[], help="only those with all these words, e.g. trainer zero3")
-    words = set(parser.parse_args().cases)
-    chosen, wrong = [name for name in names() if words <= set(name.split())], 0
+    chosen, wrong = with_cases(parser).cases, 0
     with tempfile.TemporaryDirectory() as folder:
         for name in chosen:
             said = faults(name, Path(folder))

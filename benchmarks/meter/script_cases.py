@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,17 @@ def names() -> list[str]:
     stages = ("stages fsdp", *(f"stages {schedule}" for schedule in SCHEDULES))
     sharded = ("sharded fsdp2", "sharded tp")
     return ["plain zero1", *divided, *ALONE, *RL, *flat, *sharded, *meshes, *stages, "experts even"]
+
+
+def with_cases(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the command line. `--cases` becomes the names with all its words; none is an error."""
+    parser.add_argument("--cases", nargs="*", default=[], help="only those with all these words, e.g. trainer zero3")
+    asked = parser.parse_args()
+    words = asked.cases
+    asked.cases = [name for name in names() if set(words) <= set(name.split())]
+    if not asked.cases:
+        parser.error(f"--cases {' '.join(words)}: no case has all these words; the cases are {', '.join(names())}")
+    return asked
 
 
 def task(name: str, folder: Path) -> ScriptTask:
