@@ -69,5 +69,12 @@ def test_the_cause_is_named_with_its_figures(rank, losses, cause, words):
 
 
 def test_a_weight_damaged_on_one_rank_is_the_collective():
-    found = cause_of([RANK | {"step": 5}, RANK | {"rank": 1, "weights": [BAD], "step": 5}], [])
+    apart = {"step": 5, "apart": [BAD["name"]]}
+    found = cause_of([RANK | apart, RANK | {"rank": 1, "weights": [BAD]} | apart], [])
     assert (found.cause, found.rank) == ("collective", 1)
+
+
+def test_a_bad_share_of_a_weight_is_no_damaged_copy():
+    """At ZeRO-3, and in a pipeline, only one rank has these numbers."""
+    found = cause_of([RANK | {"step": 5}, RANK | {"rank": 1, "weights": [BAD], "step": 5}], [])
+    assert (found.cause, found.rank) == ("learning-rate", 1)

@@ -79,6 +79,18 @@ class Logarithm(Plain):
         return self.head(torch.log(self.body(x.flatten(1)).relu()))
 
 
+class Lopsided(Plain):
+    """Of two gains only the second gets a large gradient: with ZeRO-3 it is in the share of rank 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = 1e-6 * super().forward(x)
+        return logits + self.gain[1] * 1e5 * torch.arange(10, dtype=logits.dtype, device=logits.device)
+
+
 class FaultyLink(Plain):
     """On rank 1 all-reduces of more than a thousand numbers arrive 0.1 % too large."""
 

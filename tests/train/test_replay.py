@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from zerofit.spec.events import Reporter
 from zerofit.spec.files import read_jsonl
 from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Job, ReplayRequest, RunFolder, Start
+from zerofit.train.run import replicas_apart
 
 HOW = {"data": "digits", "steps": 8, "micro_batch": 4, "optimizer": "sgd", "lr": 0.01, "check_loss": True}
 
@@ -81,3 +83,19 @@ def test_a_learning_rate_that_lets_weights_grow(pools, tmp_path):
     step = stopped(pools, tmp_path / "run", "Plain", **how)
     found = replayed(pools, tmp_path / "run", step)
     assert (found.cause, found.step) == ("learning-rate", step)
+
+
+def test_a_share_of_zero_3_that_overflows_is_no_damaged_copy(pools, tmp_path):
+    how = {"ds_config": "zero3", "lr": 1e36, "gradient_clipping": 0.0}
+    step = stopped(pools, tmp_path / "run", "Lopsided", **how)
+    found = replayed(pools, tmp_path / "run", step)
+    assert (found.cause, found.step, found.rank, found.tensor) == ("learning-rate", step - 1, 1, "gain")
+
+
+def test_equal_replicas_that_are_not_finite_are_not_apart(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, **how: None)  # of one rank
+    module = torch.nn.Linear(2, 1)
+    module.weight.data = torch.tensor([[torch.inf, -torch.inf]])  # their sum is NaN
+    job = SimpleNamespace(layout=SimpleNamespace(zero_stage=1))
+    engine = SimpleNamespace(seq_data_parallel_group=None)
+    assert replicas_apart(SimpleNamespace(job=job, engine=engine, module=module)) == []

@@ -158,7 +158,8 @@ def _of_weights(ranks: Sequence[RankFindings]) -> Replay | None:
     shown = f"{first['bad']} of {first['of']} numbers of the {what} {first['name']} are not finite"
     if step is None:
         cause, summary = BAD_WEIGHTS, f"{shown} before the first step."
-    elif len(bad) < len(ranks):
+    # Ranks may have different shares of the weights (ZeRO-3, pipelines), so only replicas that differ are damaged.
+    elif first["name"] in rank.get("apart", ()):
         summary = f"After step {step}, {shown} only on rank {rank['rank']}: this rank received a damaged copy."
         cause = COLLECTIVE
     else:

@@ -181,6 +181,8 @@ def generate(
 #     bytes = (peak of the forward - prompt's cache) + cache of all tokens * (1 + 1 / layers)
 def working_bytes(model: nn.Module, request: GenerationRequest, device: Device) -> int:
     """Return the bytes that generation needs besides the weights."""
+    # The first forward has the largest activations, since it reads the whole prompt. Each later one copies the cache,
+    # layer by layer, to make room for a token. So one layer's cache exists twice.
     on = torch.device("cpu" if device == "cpu" else "cuda")
     length, new = len(request.prompt.ids), request.max_new_tokens
     if request.prompt.begins_with is not None:
@@ -282,6 +284,7 @@ class Chat:
         if self.longest is not None and len(ids) >= self.longest:
             message = f"the conversation has {len(ids)} tokens, the model supports {self.longest}"
             raise UserError(Problem(kind="too-long", message=message, hint="start a new conversation", where="--chat"))
+        # Each answer draws other numbers, and the same conversation with the same seed repeats them.
         return self._sized(ids, self.empty.seed + len(messages))
 
     def largest_request(self) -> GenerationRequest:

@@ -317,6 +317,8 @@ def replicas_apart(trainer: EngineTrainer) -> list[str]:
 def _differing(parameters: dict[str, nn.Parameter], group: dist.ProcessGroup | None) -> list[str]:
     # one number for each parameter: two all-reduces of a few kB instead of the model's weights
     sums = torch.stack([p.detach().double().sum() for p in parameters.values()])
+    # Equal replicas may have a sum of NaN, which is not equal to itself and which a maximum may leave out.
+    sums = sums.nan_to_num(nan=torch.finfo(sums.dtype).max)
     least, most = sums.clone(), sums.clone()
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)

@@ -97,6 +97,7 @@ class Saver:
         problem = self._on_rank_0(lambda: self._make_staging(save.staging))
         if problem:
             return self._failed(save, problem)
+        # Until `take_snapshot`, all writes become copies in host memory. Training continues as soon as they are made.
         if background:
             self._files.begin_snapshot()
         for tag, engine in self._trainer.engines().items():

@@ -36,6 +36,7 @@ def trl_config(chosen: Chosen, ds_config: str, colocated: bool) -> dict[str, obj
         "model_name_or_path": chosen.model,
         "dtype": "bfloat16" if layout.precision == "bf16" else "float16",
         "output_dir": "out",
+        # A micro batch counts sequences, but TRL counts pairs of them.
         "per_device_train_batch_size": layout.micro_batch // (2 if METHODS[chosen.method].pairs else 1),
         "gradient_accumulation_steps": layout.accumulation,
         "gradient_checkpointing": layout.checkpointing,
@@ -171,6 +172,7 @@ def openrlhf_flags(chosen: Chosen, cluster: Cluster) -> dict[str, object]:
         "train.colocate_all": True,
         "train.batch_size": layout.global_batch,
         "train.micro_batch_size": layout.micro_batch,
+        # OpenRLHF counts prompts here, but sequences in train.batch_size.
         "rollout.batch_size": layout.global_batch // s.num_generations,
         "rollout.micro_batch_size": s.log_prob_micro_batch_size_per_gpu or layout.micro_batch,
         "rollout.n_samples_per_prompt": s.num_generations,
