@@ -37,6 +37,12 @@ def test_the_data_to_fill_in_is_named_with_its_size():
     assert line.startswith("# ") and "5x64x64 images; default: digits" in line
 
 
+def test_degrees_are_refused_before_the_model_is_traced(monkeypatch):
+    monkeypatch.setattr("zerofit.app.planning.search_setup.get_profile", None)
+    (wrong,) = refused("gpt2", "--gpu", "l4", "--gpus", 3, "--pipeline", 2)
+    assert wrong["kind"] == "degree-ranks" and wrong["where"] == "--pipeline"
+
+
 def test_a_flag_that_the_answer_does_not_read_is_refused(tmp_path):
     def unread(*args: object) -> set[str]:
         return {p["where"] for p in refused("gpt2", "--gpu", "l4", "--gpus", 1, *args)}

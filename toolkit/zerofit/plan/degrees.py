@@ -98,15 +98,8 @@ def degree_problem(
     degrees: Degrees, profile: Profile, cluster: Cluster, schedule: PipelineSchedule = "1f1b"
 ) -> Problem | None:
     """Return the problem of degrees for a model and a cluster; None if they are possible."""
-    if cluster.ranks % degrees.product:
-        if degrees.combined:  # no single degree is wrong, so the number of ranks has to change
-            names, product = " x ".join(f"{name} {n}" for name, n in map(_named, degrees.alone())), degrees.product
-            message, hint = f"{names} does not divide {cluster.ranks} ranks", f"use a multiple of {product} ranks"
-            return Problem(kind="degree-ranks", message=message, hint=hint, where="--gpus, --nodes")
-        name, degree = _named(degrees)
-        fitting = [d for d in divisors(cluster.ranks) if d > 1 and _supports(degrees, d, profile)] or [1]
-        message, hint = f"{name} {degree} does not divide {cluster.ranks} ranks", f"possible degrees: {_list(fitting)}"
-        return Problem(kind="degree-ranks", message=message, hint=hint, where=name)
+    if problem := ranks_problem(degrees, cluster.ranks):
+        return problem
     if degrees.tp > 1 and profile.trained < profile.parameters:
         message = f"--tensor-parallel {degrees.tp}: DeepSpeed's AutoTP loses adapters and trains frozen layers"
         return Problem(
@@ -123,6 +116,18 @@ def degree_problem(
         if problem:
             return problem
     return _stages_problem(degrees, profile, schedule) if degrees.ep > 1 and degrees.pp > 1 else None
+
+
+def ranks_problem(degrees: Degrees, ranks: int) -> Problem | None:
+    """Return the problem of degrees whose product does not divide the ranks, else None."""
+    if ranks % degrees.product == 0:
+        return None
+    message = " x ".join(f"{name} {degree}" for name, degree in map(_named, degrees.alone()))
+    message, hint = f"{message} does not divide {ranks} ranks", f"use a multiple of {degrees.product} ranks"
+    if degrees.combined:  # no single degree is wrong
+        return Problem(kind="degree-ranks", message=message, hint=hint, where="--gpus, --nodes")
+    hint += f", or a degree that divides {ranks}"
+    return Problem(kind="degree-ranks", message=message, hint=hint, where=_named(degrees)[0])
 
 
 def _experts_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Problem | None:
@@ -206,13 +211,6 @@ def _heads_problem(degrees: Degrees, combined: Degrees, profile: Profile, cluste
         hint = f"use --seq-len {profile.seq_len // degree * degree or degree}"
         return Problem(kind="sequence-parallel-length", message=message, hint=hint, where=name)
     return None
-
-
-def _supports(degrees: Degrees, degree: int, profile: Profile) -> bool:
-    if degrees.pp > 1:
-        return _pipeline_problem(degree, profile) is None
-    alternative = Degrees(tp=degree) if degrees.tp > 1 else Degrees(sp=degree)
-    return heads_take(alternative, (profile.attention_heads, profile.kv_heads), profile.model_type)
 
 
 def _supported_degrees(degrees: Degrees, profile: Profile, sharers: int = 1) -> list[int]:

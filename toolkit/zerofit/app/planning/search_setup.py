@@ -15,6 +15,7 @@ from zerofit.config.batch import solve_by_rank
 from zerofit.features.checkpointing import alternatives
 from zerofit.features.engines import ENGINES
 from zerofit.models.hf_config import traced_args, weight_bytes
+from zerofit.plan.degrees import ranks_problem
 from zerofit.plan.fit import Forecast
 from zerofit.plan.memory import Forecaster
 from zerofit.plan.search import Correct
@@ -71,6 +72,9 @@ def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) 
         refuse_foreign_code(request.profile, request.trust_model_code, model=stored.model)
     pins, corrections = request.pins, request.corrections
     wanted = _search_request(cluster, request, stored)
+    problem = None if request.minimum else ranks_problem(wanted.degrees, cluster.ranks)
+    if problem:  # before the model is traced
+        raise UserError(problem)
     correct = corrections.correct if corrections else None
     if stored is not None:
         request.refuse_meaningless(stored)
