@@ -8,6 +8,8 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -358,6 +360,32 @@ def test_a_killed_export_leaves_nothing_for_the_next_one(tmp_path):
     shutil.rmtree(out)
     Checkpoint(tmp_path / "model.safetensors").export(out)
     assert same(out) and not staging.exists() and not list(out.glob("model-*"))
+
+
+def test_a_folder_that_cannot_be_replaced_gets_the_files(tmp_path):
+    out = tmp_path / "out"
+    (out / "lost+found").mkdir(parents=True)  # as in the root of an ext4 file system
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    with pytest.raises(UserError), staged_folder(out, plan={"to": "hf"}) as folder:
+        (folder / "complete.pt").write_bytes(bytes(9))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert (out / ".writing/complete.pt").is_file()  # of another plan: removed by the next call
+    Checkpoint(tmp_path / "model.safetensors").export(out)
+    assert same(out) and not {path.name for path in out.iterdir()} & {".writing", "complete.pt"}
+    with pytest.raises(UserError, match="already exists"):
+        Checkpoint(tmp_path / "model.safetensors").export(out)
+
+
+@pytest.mark.root
+def test_the_root_of_a_file_system_gets_the_files(tmp_path):
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    (tmp_path / "out").mkdir()
+    code = "from zerofit.app.checkpoints import Checkpoint; Checkpoint('model.safetensors').export('out')"
+    shell = f'mount -t tmpfs none out && "{sys.executable}" -c "{code}" && cp -r out copy'
+    done = subprocess.run(["unshare", "--mount", "sh", "-c", shell], cwd=tmp_path, capture_output=True, text=True)
+    if "mount:" in done.stderr or "unshare:" in done.stderr:
+        pytest.skip("cannot mount here")
+    assert same(tmp_path / "copy"), done.stderr
 
 
 def test_files_without_permission_are_named(tmp_path, monkeypatch):

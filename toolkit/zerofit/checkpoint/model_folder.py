@@ -35,6 +35,8 @@ from zerofit.spec.units import shown_bytes
 
 SPARE_BYTES = 1 << 24  # for files other than weights
 PLAN = ".plan.json"  # identifies an interrupted conversion
+STAGING = ".writing"  # folder of incomplete files
+NOT_OUTPUT = (STAGING, "lost+found")  # ext4 makes lost+found in the root of a file system
 CARD = "zerofit.json"  # the model and its inputs
 SAFETENSORS_NAMES = {
     torch.float64: "F64",
@@ -56,7 +58,7 @@ SAFETENSORS_NAMES = {
 
 def refuse_existing(out: Path) -> None:
     """Raise UserError "output-exists" if `out` exists and is not an empty folder."""
-    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+    if os.path.lexists(out) and not (out.is_dir() and all(path.name in NOT_OUTPUT for path in out.iterdir())):
         hint = "use a folder that does not exist"
         raise UserError(Problem(kind="output-exists", message=f"{out} already exists", hint=hint, where="OUT"))
 
@@ -74,12 +76,14 @@ def refuse_small_disk(out: Path, needed_bytes: int, where: str = "OUT") -> None:
 def staged_folder(out: Path, plan: dict[str, object] | None = None) -> Iterator[Path]:
     """Yield a folder to write into.
 
-    On success it is synced and renamed to `out`, else it is removed. With a `plan`, an interrupted call leaves the
-    folder in place. The next call with the same plan continues with its files.
+    On success it is synced and renamed to `out`, else it is removed. If `out` is the root of a file system, the
+    folder is inside, and its files are moved to `out`. With a `plan`, an interrupted call leaves the folder in place.
+    The next call with the same plan continues with its files.
     """
     refuse_existing(out)
     out = Path(os.path.realpath(out))  # a link to an empty folder cannot be replaced by a folder
-    staging = out.with_name(f".{out.name}.writing")  # next to `out`, so that the rename stays on one file system
+    # next to `out` or inside, so that the rename stays on one file system
+    staging = out.with_name(f".{out.name}{STAGING}") if _remove_empty(out) else out / STAGING
     then = f"; the same command then continues with the files in {staging}" if plan else ""
     with writable(out, then), _locked(staging, plan):
         try:
@@ -89,8 +93,14 @@ def staged_folder(out: Path, plan: dict[str, object] | None = None) -> Iterator[
                     sync_file(path)
             (staging / PLAN).unlink(missing_ok=True)
             sync_folders(staging)
-            os.rename(staging, out)
-            sync_folder(out.parent)
+            if staging.parent != out:
+                os.rename(staging, out)
+                sync_folder(out.parent)
+            else:
+                for path in staging.iterdir():
+                    os.rename(path, out / path.name)
+                staging.rmdir()
+                sync_folder(out)
         except BaseException:
             for path in staging.rglob(".*"):  # incomplete files would keep a full disk full
                 if path.is_file() and path.name != PLAN:
@@ -98,6 +108,15 @@ def staged_folder(out: Path, plan: dict[str, object] | None = None) -> Iterator[
             if not plan or not any(path.is_file() for path in staging.rglob("[!.]*")):
                 shutil.rmtree(staging, ignore_errors=True)
             raise
+
+
+def _remove_empty(out: Path) -> bool:
+    """Remove an empty folder. Return False for a mount, or a folder whose parent is read-only."""
+    try:
+        out.rmdir()
+    except OSError:
+        return not out.exists()
+    return True
 
 
 @contextmanager
