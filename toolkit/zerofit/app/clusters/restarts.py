@@ -295,10 +295,10 @@ def follow(
             last_seen, patience = time.monotonic(), GONE_S
         elif is_held(folder):
             last_seen = time.monotonic()
-        elif _finished(folder, began):
+        elif _finished(folder, run, began):
             patience = GONE_S
         time.sleep(POLL_S)
-    if _finished(folder, began):
+    if _finished(folder, run, began):
         return folder
     if folder.stopped.exists():
         done = json.loads(folder.stopped.read_text())
@@ -309,11 +309,15 @@ def follow(
     raise RunFailed(Problem(kind="leader", message=message, hint="see the output of node 0", where=str(folder.path)))
 
 
-def _finished(folder: RunFolder, began: float) -> bool:
-    """Return whether node 0 has written or touched the run's result since `began`."""
+def _finished(folder: RunFolder, run: Run, began: float) -> bool:
+    """Return whether node 0 has written or touched the run's result since `began`.
+
+    A result of fewer steps is that of an earlier run, which this run will continue.
+    """
     try:
-        return folder.result.stat().st_mtime > began - RECENT_S
-    except OSError:
+        recent = folder.result.stat().st_mtime > began - RECENT_S
+        return recent and json.loads(folder.result.read_text())["steps"] >= (run.steps or 0)
+    except (OSError, ValueError):  # not yet written, or still incomplete on a network file system
         return False
 
 
