@@ -60,6 +60,13 @@ def test_what_a_remote_shell_prints_is_passed_over(stand_in):
     assert not preflight([Host("a", 1), Host("b", 1)], PreflightRequest()).failed
 
 
+@pytest.mark.parametrize("said", ["head -c 5000000 /dev/zero", "echo 'zerofit-answers {'"])
+def test_an_answer_that_cannot_be_read_is_a_finding(stand_in, said):
+    stand_in(said)
+    found = preflight([Host("a", 1), Host("b", 1)], PreflightRequest())
+    assert found.failed and "no JSON line of at most 4 MiB" in found.checks[0].value
+
+
 def test_no_pipe_is_left_to_an_event_loop_that_is_closed(stand_in, monkeypatch):
     stand_in("sleep 5 &")  # holds the pipes for longer than the conversation
     caught: list[object] = []

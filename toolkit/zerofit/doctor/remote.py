@@ -106,7 +106,7 @@ class Conversation:
                 while "progress" in (answer := await self._line()):
                     if say:
                         say(answer["progress"])
-        except (TimeoutError, OSError) as error:
+        except (TimeoutError, OSError, ValueError) as error:
             self.lost = await self._failure(error, patience_s)
             raise self.lost from None
         got, (received, answered) = time.time(), answer["clock"]
@@ -120,11 +120,11 @@ class Conversation:
         """Wait for the process's greeting. Raises Unreachable."""
         try:
             await asyncio.wait_for(self._line(), PATIENCE_S)
-        except (TimeoutError, OSError) as error:
+        except (TimeoutError, OSError, ValueError) as error:
             raise await self._failure(error, PATIENCE_S) from None
 
     async def _line(self) -> dict[str, Any]:
-        """Return the next line with our mark. Raises ConnectionResetError."""
+        """Return the next line with our mark. Raises ConnectionResetError, and ValueError if it cannot be read."""
         assert self.process.stdout is not None
         # the host's shell may print other lines
         while line := await self.process.stdout.readline():
@@ -136,6 +136,9 @@ class Conversation:
     async def _failure(self, error: Exception, patience_s: float) -> Unreachable:
         if isinstance(error, TimeoutError):
             return Unreachable("timeout", f"no answer in {patience_s:.0f} s", "check whether it is overloaded or hangs")
+        if isinstance(error, ValueError):  # of json, or of asyncio for a line over LINE_BYTES
+            message = f"its answer is no JSON line of at most {LINE_BYTES >> 20} MiB"
+            return Unreachable("answer", message, f"check what its shell prints: ssh {self.host} true")
         with suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), END_S)
         await asyncio.wait([self.stderr], timeout=END_S)  # a child process of ssh may keep the pipe open
