@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gzip
+import multiprocessing
 import os
 import resource
 import shutil
@@ -17,8 +18,10 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from zerofit.app.checkpoints import Checkpoint
 from zerofit.checkpoint.full_state import FullState
@@ -122,6 +125,29 @@ def test_distributed_tensors_of_several_types(tmp_path):
         "n": torch.int64,
         "bn.running_mean": torch.float32,
     }
+
+
+def save_blocks(rank: int, folder: Path, tensors: dict[str, tuple[torch.Tensor, int]]) -> None:
+    """Save tensors as one of two ranks, each cut along a dimension, as FSDP2 cuts quantized weights."""
+    torch.set_num_threads(1)  # in a fork, OpenMP's other threads are gone
+    dist.init_process_group("gloo", init_method=f"file://{folder.parent}/store", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    blocks = {name: distribute_tensor(tensor, mesh, [Shard(dim)]) for name, (tensor, dim) in tensors.items()}
+    dcp.save(blocks, checkpoint_id=str(folder))
+
+
+def test_blocks_of_integers_and_statistics_are_joined(tmp_path):
+    saved = {"head.weight": (torch.randn(5, 4), 0), "codes": (torch.randint(255, (7, 6), dtype=torch.uint8), 0)}
+    saved |= {"columns": (torch.randint(99, (4, 5)), 1), "norm.running_mean": (torch.randn(9), 0)}
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=save_blocks, args=(rank, tmp_path / "dcp", saved)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    Checkpoint(tmp_path / "dcp").export(tmp_path / "out")
+    got = load_file(tmp_path / "out/model.safetensors")
+    assert all(got[name].dtype == t.dtype and torch.equal(got[name], t) for name, (t, _) in saved.items())
 
 
 def test_a_distributed_checkpoint_without_weights_is_refused(tmp_path):

@@ -267,12 +267,27 @@ class FullState:
 
     def buffer(self, name: str) -> Tensor:
         """Return a buffer. For batch norm's running statistics, return the mean over the ranks."""
+        if (shape := self._buffers[name][0].full) is not None:
+            return self._joined(name, shape)
         copies = [self._tensor(entry) for entry in self._buffers[name]]
         if not copies[0].is_floating_point() or all(torch.equal(copies[0], other) for other in copies[1:]):
             return copies[0].clone()
         if any(tensor.shape != copies[0].shape for tensor in copies):
             raise self._incomplete(f"the ranks saved {name} in different shapes")
         return torch.stack([tensor.double() for tensor in copies]).mean(0).to(copies[0].dtype)
+
+    def _joined(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a buffer whose blocks are stored separately."""
+        blocks = [(entry.offsets, self._tensor(entry)) for entry in self._buffers[name]]
+        full = torch.empty(shape, dtype=blocks[0][1].dtype)
+        for offsets, block in blocks:
+            place = full[tuple(slice(o, o + size) for o, size in zip(offsets, block.shape, strict=False))]
+            if place.shape != block.shape:
+                raise self._incomplete(f"a block of {name} is outside of it")
+            place.copy_(block)
+        if sum(block.numel() for _, block in blocks) != full.numel():
+            raise self._incomplete(f"the blocks of {name} do not cover its {full.numel()} elements exactly once")
+        return full
 
     def _shards_of(self, name: str) -> list[Shard]:
         return self._shards[self.ties.get(name, name)]

@@ -94,12 +94,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class SavedBuffer:
-    """A buffer in the files."""
+    """A buffer in the files, or a block of it."""
 
     name: str
     file: str
     keys: list[str | int]
     span: tuple[Count, Count] | None = None
+    offsets: tuple[Count, ...] = ()  # of the block's first element, by dimension
+    full: tuple[Count, ...] | None = None  # shape of the full tensor, if this is a block
 
 
 @dataclass(frozen=True)

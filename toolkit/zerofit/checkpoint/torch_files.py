@@ -140,7 +140,9 @@ def _named_index(found: Foreign, tensors: _Tensors, scalars: dict[str, Location]
         described, _, where = tensors[key][0]
         shape = tuple(described.size)
         if not where.dtype.startswith(("float", "bfloat")) or name.endswith(STATISTICS):
-            buffers.append(SavedBuffer(name, where.file, where.keys, where.span))
+            for _, chunk, where in tensors[key]:
+                block = (tuple(chunk.offsets), shape) if tuple(chunk.sizes) != shape else ()
+                buffers.append(SavedBuffer(name, where.file, where.keys, where.span, *block))
             continue
         for _, chunk, where in tensors[key]:
             places = {MASTER: where}
