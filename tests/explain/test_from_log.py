@@ -5,13 +5,16 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import itertools
 import lzma
 import random
+import re
+from collections.abc import Iterator
 
 import pytest
 
 from tests.explain.logs import MESSAGES, OTHERS, PHASES, full, traceback
-from zerofit.explain import log
+from zerofit.explain import log, messages
 from zerofit.explain.from_log import explain_log
 from zerofit.explain.log import lines_of, read_ends, read_log
 from zerofit.spec.foreign import Unreadable
@@ -218,3 +221,34 @@ def test_a_very_long_log_lacks_its_middle(monkeypatch):
         content = random.randbytes(size)
         found = read_ends(io.BytesIO(content))
         assert found == (content if size <= 1000 else content[:100] + b"\n" + content[-900:])
+
+
+def shortest(tree) -> Iterator[str]:
+    """Return a shortest match of each alternative of a parsed pattern; a space for ".*"."""
+    parts = []
+    for op, value in tree:
+        if str(op) == "LITERAL":
+            parts.append([chr(value)])
+        elif str(op) == "IN":
+            kind, what = value[0]
+            characters = {"CATEGORY_DIGIT": "0", "CATEGORY_WORD": "a", "CATEGORY_SPACE": " ", "CATEGORY_NOT_SPACE": "x"}
+            parts.append([characters.get(str(what)) or (chr(what) if str(kind) == "LITERAL" else "0")])
+        elif str(op) == "BRANCH":
+            parts.append([text for branch in value[1] for text in shortest(branch)])
+        elif str(op) == "SUBPATTERN":
+            parts.append(list(shortest(value[3])))
+        elif str(op).endswith("_REPEAT"):
+            space = " " * (str(value[2][0][0]) == "ANY")
+            parts.append([text * value[0] or space for text in shortest(value[2])])
+        else:
+            assert str(op) in ("AT", "ANY", "ASSERT_NOT", "NOT_LITERAL"), op
+            parts.append(["x" if str(op) in ("ANY", "NOT_LITERAL") else ""])
+    return map("".join, itertools.product(*parts))
+
+
+@pytest.mark.parametrize("kind", messages._SIGN_PATTERNS)
+def test_no_message_lacks_the_words_that_are_looked_for_first(kind):
+    pattern = messages._SIGN_PATTERNS[kind][1]
+    texts = list(shortest(re._parser.parse(pattern.pattern)))  # pyright: ignore[reportAttributeAccessIssue]
+    assert all(pattern.search(text) for text in texts)
+    assert not [text for text in texts if not any(word in text for word in messages._WORDS)]

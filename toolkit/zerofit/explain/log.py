@@ -102,7 +102,7 @@ def lines_of(text: str) -> list[LogLine]:
     found = []
     for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
         for part in line.split("\r"):  # progress bars overwrite themselves
-            rank, part = "", _CONTROL.sub("", part)
+            rank, part = "", part if part.isprintable() else _CONTROL.sub("", part)
             # Prefixes nest: srun puts its own before that of torchrun. The innermost one names the rank.
             while match := _PREFIX.match(part):
                 names = match.groupdict().values()

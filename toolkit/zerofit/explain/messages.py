@@ -165,10 +165,15 @@ _SIGNS: dict[str, tuple[str, str]] = {
     "xla": (DEVICE, r"RESOURCE_EXHAUSTED|ResourceExhaustedError|OOM when allocating tensor"),
 }
 _SIGN_PATTERNS = {kind: (place, re.compile(pattern)) for kind, (place, pattern) in _SIGNS.items()}
-# a cheap test before the patterns; logs have millions of lines
-_MAYBE = re.compile(
-    r"memory|Memory|Memlimit|MEMLIMIT|oom|OOM|OUT_OF_|[Aa]lloc|ALLOC|paging|fraction|HostReg|_STATUS_|[Kk]ill|KILL|137|247|-9|resource|/dev/shm"
-    r"|mmap|signal|max seq len|RAM\b|EXHAUSTED|Exhausted|died|crashed"
+# Logs have millions of lines, and the patterns are slow. So a line is only read if it has one of these words.
+_WORDS = (
+    *("out of memory", "Out of Memory", "Out Of Memory", "out-of-memory", "enough memory", "allocate memory"),
+    *("shared memory", "memory limit", "low on memory", "memory pressure", ": memory", ": mem", "available memory"),
+    *("memory utilization", "mem-fraction", "serve at least", "max seq len", "available RAM", "status_memory_error"),
+    *("oom", "OOM", "MEMLIMIT", "OUT_OF_", "ALLOC_FAILED", "_STATUS_", "EXHAUSTED", "Exhausted", "MemoryError"),
+    *("bad_alloc", "Unable to allocate", "Failed to CUDA", "cudaHost", "MemoryAllocation", "outside PyTorch's"),
+    *("paging file", "/dev/shm", "mmap", "out of resource", "OutOfResources", "many resources", "died", "crashed"),
+    *("DataLoader worker", "illed", "137", "247", "-9", "ignal"),
 )
 
 
@@ -176,9 +181,10 @@ def shortages(lines: Sequence[LogLine]) -> list[Shortage]:
     """Return all messages about missing memory, in the log's order."""
     found = list[Shortage]()
     for at, line in enumerate(lines):
-        if not _MAYBE.search(line.text) or line.text.lstrip().startswith(("File ", "#")):
+        text = line.text
+        if not any(word in text for word in _WORDS) or text.lstrip().startswith(("File ", "#")):
             continue
-        kinds = ((kind, place) for kind, (place, pattern) in _SIGN_PATTERNS.items() if pattern.search(line.text))
+        kinds = ((kind, place) for kind, (place, pattern) in _SIGN_PATTERNS.items() if pattern.search(text))
         if sign := next(kinds, None):
             found.append(_shortage(*sign, lines, at))
     return found

@@ -91,7 +91,7 @@ _ACTIVITIES = (
         "creating the optimizer's states",
     ),
     (r"Saving model checkpoint|Saving .*checkpoint|\[Torch\] Saving|Begin Save|save_checkpoint", "saving a checkpoint"),
-    (r"\*+ Running Evaluation|^Evaluating|Running Prediction", "evaluating"),
+    (r"\* Running Evaluation|^Evaluating|Running Prediction", "evaluating"),
 )
 _ACTIVITY_PATTERNS = tuple((re.compile(pattern), name) for pattern, name in _ACTIVITIES)
 
@@ -109,14 +109,15 @@ def progress_before(lines: Sequence[LogLine], error: int) -> Progress:
         text = line.text
         if line.number >= error:
             break
-        if (bar := _BAR.match(text.strip())) and not _NO_TRAINING.search(bar["about"]):
+        # the words are cheap tests before the slow patterns
+        if "%|" in text and (bar := _BAR.match(text.strip())) and not _NO_TRAINING.search(bar["about"]):
             started, done = True, int(bar["done"])
             # Bars of an epoch and of the whole run have different totals. A bar that restarts at 0 begins a new epoch.
             if done > highest.get(bar["total"], 0):  # the bar is also drawn between two steps
                 steps, activity = max(steps, done), ""
                 bars.append(line.number)
             highest[bar["total"]] = max(done, highest.get(bar["total"], 0)) if done else 0
-        elif _LOSS.search(text) and "train_runtime" not in text:
+        elif "loss" in text.lower() and _LOSS.search(text) and "train_runtime" not in text:
             started, losses, activity = True, losses + 1, ""
             step = _STEP.search(text)
             if step is None or int(step["step"]) != latest:
@@ -125,7 +126,7 @@ def progress_before(lines: Sequence[LogLine], error: int) -> Progress:
                 latest = int(step["step"])
                 numbers.add(latest)
         activity = next((name for pattern, name in _ACTIVITY_PATTERNS if pattern.search(text)), activity)
-        if memory := _MEMORY.search(text):
+        if "Max_MA" in text and (memory := _MEMORY.search(text)):
             allocated, peak, reserved = (int(float(size) * GIB) for size in memory.groups())
             readings.append(
                 MemoryReading(label=label, allocated_bytes=allocated, peak_bytes=peak, reserved_bytes=reserved)
