@@ -65,6 +65,18 @@ CONVERSIONS: list[tuple[str, str, Change, dict[str, Any]]] = [
     ("dcp-fsdp2-4", "ds-zero2-fp32", {"stage": 2}, {"to": "deepspeed", "stage": 2}),
     ("dcp-fsdp1-sharded-2", "ds-zero3-fp32", {}, {"to": "deepspeed", "stage": 3}),
     ("accelerate-fsdp2-2", "ds-zero1-tied", {"precision": "fp32", "groups": 1}, {"to": "deepspeed", "stage": 1}),
+    # (source without DeepSpeed and with two groups, engine of the same model and groups)
+    *(
+        (f"{source}-2", target, {"precision": "fp32", "groups": 2, "stage": options.get("stage", 2)}, options)
+        for source, target in (
+            *(("torch", "ds-zero2-fp32"), ("torch-tied", "ds-zero3-tied"), ("accelerate-groups", "ds-zero1-tied")),
+            *(("trainer-ddp-groups", "ds-zero2-tied"), ("dcp-fsdp2-groups", "ds-zero3-tied")),
+        )
+        for options in ({"to": "deepspeed", "stage": CASES[target].stage}, {"to": "universal"})
+    ),
+    ("torch-2", "dcp-fsdp2", {"groups": 2}, {"to": "dcp"}),
+    ("torch-tied-2", "dcp-fsdp2-groups", {}, {"to": "dcp"}),
+    ("trainer-ddp-groups-2", "dcp-fsdp2-groups", {}, {"to": "dcp"}),
     ("torchtitan-2", "ds-zero1-fp32", {}, {"to": "deepspeed", "stage": 1}),
     ("ds-tp-zero1-fp32-2", "ds-zero1-fp32", {}, {"to": "deepspeed", "stage": 1}),
     ("ds-tp-zero1-2", "ds-zero1-bf16", {}, {"to": "deepspeed", "stage": 1}),
@@ -89,6 +101,7 @@ RESUMES: dict[int, dict[str, int]] = {
     | {"accelerate-fsdp2-2": 1, "accelerate-fsdp2-full-2": 3}
     | {"trainer-zero0-2": 2, "trainer-zero1-2": 3, "trainer-zero2-2": 0, "trainer-zero3-2": 2, "trainer-ddp-2": 3}
     | {"lightning-zero2-2": 3, "lightning-zero3-2": 1, "lightning-ddp-2": 2}
+    | {"torch-2": 2, "torch-tied-2": 3, "accelerate-groups-2": 1, "trainer-ddp-groups-2": 3, "dcp-fsdp2-groups-2": 2}
     | {"dcp-fsdp2-2": 1, "dcp-fsdp2-tied-2": 3, "dcp-fsdp1-sharded-2": 2, "dcp-fsdp1-full-2": 0, "torchtitan-2": 3},
 }
 
@@ -319,7 +332,9 @@ def convert_and_load(table: Table) -> None:
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         options = {"ranks": 2, **options} if options["to"] == "deepspeed" else options
-        Checkpoint(foreign_in(work / source / "saved")[0].path).convert(place / "saved", **options)
+        # Accelerate saves no config, which gives the order of the optimizer's states
+        model = str(work / source / "reference") if source.startswith("accelerate-groups") else None
+        Checkpoint(foreign_in(work / source / "saved")[0].path).convert(place / "saved", model=model, **options)
         (place / "case.json").write_text(done)
     if known:
         run("benchmarks.foreign_reader", loading, 2)

@@ -17,16 +17,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from benchmarks.foreign_writer import (
     AFTER,
     CASES,
-    LR,
     Case,
+    adamw,
     batch,
     ds_config,
     make_model,
     parameter_groups,
+    plain_step,
     start_engine,
     start_ranks,
     steps,
@@ -70,20 +72,12 @@ def load_with_fsdp(case: Case, folder: Path) -> list[float]:
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    optimizer = adamw(model, case)
     weights, states = get_state_dict(model, optimizer)
     saved = {"model": weights, "optimizer": states}
     load_distributed(saved, checkpoint_id=str(folder / "saved"))
     set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
-
-    def step() -> torch.Tensor:
-        loss = model(**batch()).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return steps(step, AFTER)
+    return steps(plain_step(model, optimizer), AFTER)
 
 
 def other_weights(model: Any) -> Any:
@@ -101,7 +95,7 @@ def load_all(folder: Path) -> None:
             continue
         try:
             losses = load(place)
-        except Exception:
+        except (Exception, CheckpointException):  # the latter is only a BaseException
             (place / f"error-{dist.get_rank()}.txt").write_text(traceback.format_exc())
         else:
             if dist.get_rank() == 0:

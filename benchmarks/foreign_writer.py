@@ -41,7 +41,7 @@ BUCKETS |= {"stage3_gather_16bit_weights_on_model_save": True}
 BUCKETS |= {"memory_efficient_linear": False}  # else ZeRO 3 rounds before it adds a bias, from then on in all cases
 ADAPTERS: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
 TEXT = "zerofit resumes "
-LENGTH, BEFORE, AFTER, LR = len(TEXT), 3, 5, 1e-2
+LENGTH, BEFORE, AFTER, LR, DECAY = len(TEXT), 3, 5, 1e-2, 0.1
 LOGITS: list[torch.Tensor] = []  # of each forward of the case that runs
 
 
@@ -49,7 +49,7 @@ LOGITS: list[torch.Tensor] = []  # of each forward of the case that runs
 class Case:
     """A program, and how it trains."""
 
-    program: str  # deepspeed, accelerate, trainer, fsdp
+    program: str  # a key of PROGRAMS
     stage: int = 0
     precision: str = "fp32"
     model: str = "llama"  # llama; qwen2 with tied embeddings; moe, pipeline: of DeepSpeed's own layers
@@ -83,6 +83,7 @@ CASES = {
     "accelerate-zero2": Case(program="accelerate", stage=2),
     "accelerate-zero3": Case(program="accelerate", stage=3, precision="bf16", model="qwen2"),
     "accelerate": Case(program="accelerate-plain"),
+    "accelerate-groups": Case(program="accelerate-plain", model="qwen2", groups=2),
     "accelerate-fsdp2": Case(program="fsdp-accelerate", model="qwen2"),
     "accelerate-fsdp2-full": Case(program="fsdp-accelerate", kind="full"),
     "trainer-zero0": Case(program="trainer", stage=0),
@@ -92,14 +93,18 @@ CASES = {
     "trainer-zero2-lora": Case(program="trainer", stage=2, lora=True),
     "trainer-zero3-lora": Case(program="trainer", stage=3, lora=True),
     "trainer-ddp": Case(program="trainer-ddp"),
+    "trainer-ddp-groups": Case(program="trainer-ddp", model="qwen2", groups=2),
     "lightning-zero2": Case(program="lightning", stage=2, precision="bf16"),
     "lightning-zero3": Case(program="lightning", stage=3, precision="bf16", model="qwen2"),
     "lightning-ddp": Case(program="lightning-ddp"),
     "torchtitan": Case(program="torchtitan"),
     "dcp-fsdp2": Case(program="fsdp"),
     "dcp-fsdp2-tied": Case(program="fsdp", model="qwen2"),
+    "dcp-fsdp2-groups": Case(program="fsdp", model="qwen2", groups=2),
     "dcp-fsdp1-sharded": Case(program="fsdp1"),
     "dcp-fsdp1-full": Case(program="fsdp1", kind="full"),
+    "torch": Case(program="torch", groups=2),
+    "torch-tied": Case(program="torch", model="qwen2", groups=2),
     "ds-pipeline": Case(program="deepspeed", stage=1, model="pipeline"),
     "ds-pipeline-zero0": Case(program="deepspeed", stage=0, model="pipeline"),
 }
@@ -145,7 +150,12 @@ def parameter_groups(model: Any, count: int) -> list[dict[str, Any]]:
     if count == 1:
         return [{"params": parameters}]
     wide = [[p for p in parameters if (p.ndim > 1) == many] for many in (True, False)]
-    return [{"params": wide[0], "weight_decay": 0.1}, {"params": wide[1], "weight_decay": 0.0}]
+    return [{"params": wide[0], "weight_decay": DECAY}, {"params": wide[1], "weight_decay": 0.0}]
+
+
+def adamw(model: Any, case: Case) -> torch.optim.Optimizer:
+    """Return torch's AdamW of a case."""
+    return torch.optim.AdamW(parameter_groups(model, case.groups), lr=LR, weight_decay=0.0)
 
 
 def ds_config(case: Case) -> dict[str, Any]:
@@ -185,6 +195,19 @@ def steps(step: Callable[[], torch.Tensor], count: int) -> list[float]:
         dist.all_reduce(loss)
         losses.append(loss.item() / dist.get_world_size())
     return losses
+
+
+def plain_step(model: Any, optimizer: Any) -> Callable[[], torch.Tensor]:
+    """Return a function that makes a step without an engine, and returns its loss."""
+
+    def step() -> torch.Tensor:
+        loss = model(**batch()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
 
 
 def finish(folder: Path, case: Case, next_losses: list[float]) -> None:
@@ -290,7 +313,7 @@ def with_accelerate(case: Case, folder: Path) -> None:
         deepspeed_plugin=plugin, mixed_precision="no" if case.precision == "fp32" else case.precision
     )
     model: Any = make_model(case)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    optimizer: Any = adamw(model, case)
     loader = torch.utils.data.DataLoader(rows(1), batch_size=2)
     model, optimizer, _ = accelerator.prepare(model, optimizer, loader)
 
@@ -353,7 +376,7 @@ def with_trainer(case: Case, folder: Path) -> None:
         save_steps=BEFORE,
         save_total_limit=9,
         learning_rate=LR,
-        weight_decay=0.0,
+        weight_decay=DECAY if case.groups == 2 else 0.0,
         remove_unused_columns=False,
         average_tokens_across_devices=False,
         lr_scheduler_type="constant",
@@ -450,13 +473,7 @@ def with_torchtitan(case: Case, folder: Path) -> None:
         base_folder=str(folder),
     )
 
-    def step() -> torch.Tensor:
-        loss = model(**batch()).loss
-        loss.backward()
-        optimizers.step()
-        optimizers.zero_grad()
-        return loss
-
+    step = plain_step(model, optimizers)
     steps(step, BEFORE)
     manager.save(BEFORE)
     save_full(model, case, folder)
@@ -499,15 +516,8 @@ def with_fsdp(case: Case, folder: Path) -> None:
         fully_shard(model, mesh=mesh)
     else:
         model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
-
-    def step() -> torch.Tensor:
-        loss = model(**batch()).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
+    optimizer = adamw(model, case)
+    step = plain_step(model, optimizer)
     steps(step, BEFORE)
     (folder / "saved").mkdir(exist_ok=True)
     weights, states = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=case.kind == "full"))
@@ -524,6 +534,20 @@ def with_fsdp(case: Case, folder: Path) -> None:
     finish(folder, case, steps(step, AFTER))
 
 
+def with_torch(case: Case, folder: Path) -> None:
+    """Write the state dicts of model and optimizer with torch.save."""
+    model: Any = make_model(case)
+    optimizer = adamw(model, case)
+    step = plain_step(model, optimizer)
+    steps(step, BEFORE)
+    (folder / "saved").mkdir(exist_ok=True)
+    if dist.get_rank() == 0:
+        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(saved, folder / "saved" / f"step{BEFORE}.pt")
+        model.save_pretrained(folder / "reference")
+    finish(folder, case, steps(step, AFTER))
+
+
 PROGRAMS = {
     "deepspeed": with_deepspeed,
     "accelerate": with_accelerate,
@@ -536,6 +560,7 @@ PROGRAMS = {
     "fsdp": with_fsdp,
     "fsdp1": with_fsdp,
     "fsdp-accelerate": with_fsdp,
+    "torch": with_torch,
 }
 
 
