@@ -64,7 +64,6 @@ def test_broken_images_are_named(broken, refused):
 
 def test_broken_images_are_skipped_and_counted(broken, opened):
     data = opened("image", data=f"imagefolder:{broken}", image_size=16, skip_bad=True)
-    assert data.bad_samples == ("cat/03.png", "dog/99.jpg")
     assert len(data.train) + len(data.valid) == 29
     assert "2 broken images skipped" in data.notes
     data.train.batch(range(len(data.train)), range(len(data.train)))

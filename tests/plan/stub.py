@@ -67,7 +67,7 @@ def make_profile(
         model="hand-made",
         task="causal-lm",
         seq_len=1024,
-        layers=(LayerRun(name="block", count=blocks, matrices=(BLOCK,), vectors=(), tp_sharded=1.0),),
+        layers=(LayerRun(name="block", count=blocks, matrices=(BLOCK,), vectors=()),),
         costs={setting("bf16", *one): (cost(*one, on_host=on_host),) for one in settings},
         attention_heads=heads,
         kv_heads=kv_heads,

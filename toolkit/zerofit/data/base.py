@@ -75,6 +75,5 @@ class Data:
     decode: Callable[[list[int]], str] | None = None
     encode: Callable[[str], list[int]] | None = None
     end_id: int | None = None  # id of the token that ends a generated text
-    bad_samples: tuple[str, ...] = ()  # number of unreadable files that were skipped
     notes: tuple[str, ...] = ()  # notes for the user
     counts: Mapping[str, int] = field(default_factory=dict)  # conversations: how many were truncated, dropped, ...

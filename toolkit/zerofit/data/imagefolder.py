@@ -94,7 +94,6 @@ def open_imagefolder(name: str, run: Run, task: Task, progress: Reporter) -> Dat
         train=images.of(train, "gan" if task == "gan" else "train"),
         valid=images.of(valid, "valid"),
         inputs=ImageInputs(channels=3, size=size, classes=len(classes), **images.scaling.units()),
-        bad_samples=tuple(sorted(bad)),
         notes=tuple(_notes(classes, train, bad)),
     )
 
@@ -195,7 +194,7 @@ def _notes(classes: list[str], train: list[ImageFile], bad: dict[str, str]) -> I
     if empty:
         yield f"{len(empty)} of {len(classes)} classes have no training image: {', '.join(empty[:10])}"
     if bad:
-        yield f"{len(bad)} broken images skipped"
+        yield f"{counted(len(bad), 'broken image')} skipped"
 
 
 # Decoding all images takes as long as an epoch, so the result is cached by name, size and time of each file. Without

@@ -125,7 +125,6 @@ def open_segmentation(name: str, run: Run, task: Task, progress: Reporter) -> Da
         train=images,
         valid=replace(images, pairs=tuple(valid), train=False),
         inputs=SegmentationInputs(channels=3, size=size, classes=classes, **IMAGENET.units()),
-        bad_samples=tuple(sorted(bad)),
         notes=(f"{len(bad)} broken images or masks skipped",) if bad else (),
     )
 

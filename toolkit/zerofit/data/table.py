@@ -79,9 +79,9 @@ def open_table(name: str, run: Run, progress: Reporter) -> Data:
     features = ((table.features - mean) / np.where(varies & (std > 0), std, 1.0)).astype(np.float32)
     train, valid = (TableRows(features=features[part], labels=labels[part]) for part in (~held_out, held_out))
     notes = [f"{path}: {len(train)} training rows and {len(valid)} validation rows, classes in {table.label!r}"]
-    notes += [f"{len(table.broken)} broken rows skipped"] if table.broken else []
+    notes += [f"{counted(len(table.broken), 'broken row')} skipped"] if table.broken else []
     inputs = TableInputs(features=features.shape[1], classes=len(classes))
-    return Data(name=name, train=train, valid=valid, inputs=inputs, bad_samples=table.broken, notes=tuple(notes))
+    return Data(name=name, train=train, valid=valid, inputs=inputs, notes=tuple(notes))
 
 
 def _file_and_column(name: str, argument: str) -> tuple[Path, str]:

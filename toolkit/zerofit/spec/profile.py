@@ -141,11 +141,6 @@ class LayerCost:
         """FLOPs of the layer's forward."""
         return _sum(kernel.flops for kernel in self.forward_kernels)
 
-    @property
-    def backward_flops(self) -> Linear:
-        """FLOPs of the layer's backward, with recomputation."""
-        return _sum(kernel.flops for kernel in self.backward_kernels)
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRun:
@@ -163,7 +158,6 @@ class LayerRun:
     quantized_bytes: int = 0  # total bytes of the quantized weights, with scales
     buffers_bytes: int = 0  # includes quantized_bytes
     tied_to: str | None = None  # name of the layer whose matrix it shares (not in its own numels)
-    tp_sharded: float = 0.0  # share of its parameters that tensor parallelism splits
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -78,7 +78,7 @@ def profile_model(
         model=source.name,
         task=task,
         seq_len=getattr(inputs, "seq_len", None),
-        layers=_with_shares(layers, costs),
+        layers=layers,
         costs=costs,
         zero3=zero3,
         attention_heads=heads,
@@ -181,26 +181,6 @@ def _on_one_rank(cost: LayerCost, layer: LayerRun, config: Any, one: TraceSettin
         sent = Linear(fixed=share * out.fixed, per_sample=share * out.per_sample)
         cost = replace(cost, sp_alltoall_bytes=sent)
     return cost
-
-
-def _with_shares(layers: tuple[LayerRun, ...], costs: dict[str, tuple[LayerCost, ...]]) -> tuple[LayerRun, ...]:
-    """Return the layers with the share of parameters that tensor parallelism splits.
-
-    The share comes from a trace with tp > 1.
-    """
-    for key, entries in costs.items():
-        degree = int(key.split("/tp=")[1].split("/")[0])
-        if degree > 1:
-            return tuple(_with_share(layer, cost, degree) for layer, cost in zip(layers, entries, strict=True))
-    return layers
-
-
-# A rank has whole / degree of split parameters, and all of the others. With the split share s of all parameters:
-#
-#   mine / whole = 1 - s + s / degree        so  s = (1 - mine / whole) / (1 - 1 / degree)
-def _with_share(layer: LayerRun, cost: LayerCost, degree: int) -> LayerRun:
-    whole, mine = sum(layer.matrices) + sum(layer.vectors), sum(cost.matrices) + sum(cost.vectors)
-    return replace(layer, tp_sharded=(1 - mine / whole) / (1 - 1 / degree)) if cost.matrices else layer
 
 
 def _run(
