@@ -183,6 +183,18 @@ def test_numbered_states_of_safetensors_need_the_models_order(tmp_path):
     checkpoint.convert(tmp_path / "out2", to="universal")
 
 
+def test_a_tied_weight_of_safetensors_has_both_names_for_deepspeed(tmp_path):
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 16, "tie_word_embeddings": True}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(hidden_size=8, intermediate_size=8, **sizes))
+    save_numbered(tmp_path / "saved", model)  # named_parameters has a tied weight once, as save_pretrained writes it
+    model.config.save_pretrained(tmp_path / "saved")
+    Checkpoint(tmp_path / "saved").convert(tmp_path / "out", to="deepspeed", ranks=1, stage=1)
+    (file,) = (tmp_path / "out").rglob("mp_rank_00_model_states.pt")
+    module = torch.load(file, weights_only=False)["module"]
+    assert torch.equal(module["lm_head.weight"], model.lm_head.weight)
+    transformers.LlamaForCausalLM(model.config).load_state_dict(module)  # strict, as DeepSpeed loads it
+
+
 def test_equal_shapes_are_not_matched_by_the_order_of_safetensors(tmp_path):
     save_numbered(tmp_path / "saved", torch.nn.Sequential(*(torch.nn.Linear(2, 2, bias=False) for _ in range(11))))
     assert "cannot be matched" in FullState(tmp_path / "saved").notes[0]  # sorted, 10.weight comes before 2.weight
@@ -528,7 +540,9 @@ def test_groups_and_their_settings_are_those_of_the_source(tmp_path, stage):
         group["param_names"] = [named[p] for p in own["params"]]
     torch.save({"model": model.state_dict(), "optimizer": saved}, tmp_path / "state.pt")
     how = {"to": "universal"} if stage is None else {"to": "deepspeed", "ranks": 2, "stage": stage}
-    Checkpoint(tmp_path / "state.pt").convert(tmp_path / "out", **how)
+    events = []
+    Checkpoint(tmp_path / "state.pt").convert(tmp_path / "out", **how, on_event=events.append)
+    assert any("gives all groups the lr of the first" in str(event) for event in events) == (stage is None)
     if stage is None:
         (file,) = (tmp_path / "out").glob("*/zero/optimizer_state.pt")
         groups = torch.load(file, weights_only=False)["optimizer_state_dict"]["param_groups"]

@@ -308,7 +308,11 @@ def state_dict_index(found: Foreign, run: Run | None = None) -> RankIndex:
     if not saved.states and optimizer:
         saved.states = _states_in({"optimizer": safe_load.load(optimizer)}, optimizer.name)
         saved.states["keys"] = saved.states.get("keys", [""])[1:]  # the file is the optimizer's state dict
-    shapes = {name: saved.shapes[name] for name in _model_order(found.config_folder, run) if name in saved.shapes}
+    firsts = _model_names(found.config_folder, run)
+    shapes = {name: saved.shapes[name] for name in dict.fromkeys(firsts.values()) if name in saved.shapes}
+    # safetensors have a tied weight under one name, but DeepSpeed's loader needs all
+    absent = {name: first for name, first in firsts.items() if name not in saved.places and first in saved.places}
+    saved.ties = absent | saved.ties
     # The optimizer's numbers follow the model's order. safetensors sorts tensors, but torch's files keep their order.
     if len(shapes) < len(saved.shapes) and found.format == "torch":  # in the model's order, which safetensors lack
         shapes = saved.shapes
@@ -338,23 +342,24 @@ def state_dict_index(found: Foreign, run: Run | None = None) -> RankIndex:
     return _index(parameters, counters, 1, saved.buffers, notes=notes, ties=saved.ties, groups=settings)
 
 
-def _model_order(config: Path | None, run: Run | None) -> list[str]:
-    """Return the names of the parameters in the model's order.
+def _model_names(config: Path | None, run: Run | None) -> dict[str, str]:
+    """Return the first name of each parameter by all its names, in the model's order.
 
-    Returns [] if neither `run` nor `config` describes a model. Raises UserError if the model of `run` cannot be built.
+    Returns {} if neither `run` nor `config` describes a model. Raises UserError if the model of `run` cannot be built.
     """
     model_run = run or (Run(model=str(config.absolute())) if config else None)
     if model_run is None:
-        return []
+        return {}
     try:
         with torch.device("meta"):
             source = replace(source_of(model_run), pretrained=None, partial=None)
             model = build(source, None, dict(model_run.model_args))
     except ModelError as error:
         if run is None:
-            return []
+            return {}
         raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint, where="--model")) from None
-    return [name for name, _ in model.named_parameters()]
+    firsts = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name: firsts[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def _states_in(content: object, file: str) -> dict[str, object]:

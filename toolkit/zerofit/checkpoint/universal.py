@@ -79,7 +79,7 @@ def convert(
     wrote = progress(report, total)
     with staged_folder(out, plan=conversion_plan(checkpoint, run and run.model, repair)) as staging:
         for engine, state in states.items():
-            for written in _write_engine(sources[engine], state, ranks, staging / tags[engine]):
+            for written in _write_engine(sources[engine], state, ranks, staging / tags[engine], report):
                 wrote(written)
         (staging / "latest_universal").write_text(tag)
     parameters = sum(state.numel(name) for state in states.values() for name in state.names)
@@ -92,6 +92,13 @@ def _not_loaded(state: FullState) -> str:
     frozen = [name for name in state.names if name not in trained] if trained else []
     kinds = (("buffers", state.buffers), ("frozen weights", frozen))
     return " and ".join(f"{len(names)} {kind} ({names[0]}, ...)" for kind, names in kinds if names)
+
+
+# runtime/zero/stage3.py, load_hp_checkpoint_state_from_checkpoint_dir_stage3
+def _unequal_settings(groups: list[dict[str, Any]]) -> str:
+    """Name the optimizer's settings that differ between groups."""
+    settings = [key for key in (groups or [{}])[0] if key not in ("name", "param_names")]
+    return ", ".join(key for key in settings if any(group.get(key) != groups[0][key] for group in groups))
 
 
 def _sources(checkpoint: Path) -> tuple[dict[str, Path | None], int, int]:
@@ -117,7 +124,7 @@ def refuse_without_frozen(checkpoint: Path, manifest: Manifest) -> None:
         raise UserError(Problem(kind="no-whole-view", message=message, hint=hint, where="PATH"))
 
 
-def _write_engine(source: Path | None, state: FullState, ranks: int, folder: Path) -> Iterator[int]:
+def _write_engine(source: Path | None, state: FullState, ranks: int, folder: Path, report: Reporter) -> Iterator[int]:
     """Write one engine's files into `folder`. Yield the size of each tensor in bytes.
 
     FullState has refused names that point outside the folder.
@@ -127,6 +134,9 @@ def _write_engine(source: Path | None, state: FullState, ranks: int, folder: Pat
     except (LookupError, TypeError, AttributeError) as error:
         message = f"DeepSpeed did not write the files in {source}: {type(error).__name__}: {error}"
         raise UserError(Problem(kind="incomplete-checkpoint", message=message, hint=HINT, where="PATH")) from None
+    if differ := _unequal_settings(optimizer["groups"]):
+        what = f"at ZeRO 3, load_universal gives all groups the {differ} of the first group"
+        report.note(f"{what}: set them after loading, or use --to deepspeed")
     for name in state.names:
         place = folder / "zero" / name
         place.mkdir(parents=True, exist_ok=True)
