@@ -142,9 +142,8 @@ def simulate_and_exit(job: str, writing: int) -> NoReturn:
 
 def in_this_process(job: str) -> JobMemory:
     """Simulate rank 0 of a job; this process's torch is changed for good."""
-    from zerofit.simulate.script.command import read_command
+    from zerofit.simulate.script.command import ScriptTarget, read_command
     from zerofit.simulate.script.rank import simulate_script_rank
-    from zerofit.simulate.script.target import ScriptTarget
     from zerofit.spec.cluster import Cluster
     from zerofit.spec.overhead import blas_workspace_bytes
 

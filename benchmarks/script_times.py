@@ -63,9 +63,8 @@ def main() -> None:
 def simulate(name: str) -> dict[str, Any]:
     """Simulate rank 0 of a case in this process."""
     start = time.monotonic()
-    from zerofit.simulate.script.command import read_command
+    from zerofit.simulate.script.command import ScriptTarget, read_command
     from zerofit.simulate.script.rank import simulate_script_rank
-    from zerofit.simulate.script.target import ScriptTarget
     from zerofit.spec.cluster import Cluster
 
     sizes, stage, gpus, nodes = CASES[name]

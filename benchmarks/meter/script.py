@@ -14,10 +14,9 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from zerofit.simulate.record import SentTensors
-from zerofit.simulate.script.command import ScriptCommand, read_command
+from zerofit.simulate.script.command import LATER_STAGE, ScriptCommand, ScriptTarget, read_command
 from zerofit.simulate.script.errors import ScriptStop
 from zerofit.simulate.script.launchers import environment
-from zerofit.simulate.script.target import LATER_STAGE, ScriptTarget
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
 

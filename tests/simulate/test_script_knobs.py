@@ -14,8 +14,7 @@ from zerofit.app.simulation.scripts import ScriptKnobSimulations
 from zerofit.simulate.forecast import script_knobs as knobs
 from zerofit.simulate.forecast.result import KnobResult
 from zerofit.simulate.record import ScriptFacts
-from zerofit.simulate.script.command import ScriptCommand, read_command
-from zerofit.simulate.script.target import ScriptTarget
+from zerofit.simulate.script.command import ScriptCommand, ScriptTarget, read_command
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.foreign import read_json
 

@@ -9,9 +9,8 @@ import yaml
 
 from tests.simulate.script.scripts import facts, only, simulated
 from zerofit.simulate.forecast.processes import simulate_all
-from zerofit.simulate.script.command import read_command
-from zerofit.simulate.script.target import SHARDED as FSDP2
-from zerofit.simulate.script.target import ScriptTarget
+from zerofit.simulate.script.command import SHARDED as FSDP2
+from zerofit.simulate.script.command import ScriptTarget, read_command
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem
 

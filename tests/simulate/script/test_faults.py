@@ -11,9 +11,8 @@ from tests.simulate.script.scripts import facts, refused, simulated
 from zerofit.cli.simulate_show import show
 from zerofit.simulate.forecast.processes import simulate_all
 from zerofit.simulate.record import RankRecord, ScriptFault
-from zerofit.simulate.script.command import read_command
+from zerofit.simulate.script.command import ScriptTarget, read_command
 from zerofit.simulate.script.faults import FAULTS
-from zerofit.simulate.script.target import ScriptTarget
 from zerofit.spec.cluster import Cluster
 
 CODES = {code: number for number, (*_, codes) in enumerate(FAULTY) for code in codes}

@@ -12,8 +12,7 @@ from tests.simulate.targets import cluster, target
 from zerofit.config.ds_json import read_for_run
 from zerofit.simulate.forecast.processes import simulate_all
 from zerofit.simulate.record import RankRecord, SimulationTarget
-from zerofit.simulate.script.command import read_command
-from zerofit.simulate.script.target import ScriptTarget
+from zerofit.simulate.script.command import ScriptTarget, read_command
 
 SCRIPT = """\
 import json, sys

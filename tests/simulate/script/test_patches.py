@@ -371,7 +371,7 @@ def test_bitsandbytes_has_what_is_replaced():
 
 
 def test_cuda_functions_that_are_answered_exist():
-    from zerofit.simulate.script.target import ScriptTarget
+    from zerofit.simulate.script.command import ScriptTarget
     from zerofit.spec.devices import find_device
 
     devices = [find_device(kind) for kind in ("h100-80gb", "h100-pcie-80gb", "l40s", "l4")]

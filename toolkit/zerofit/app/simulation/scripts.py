@@ -30,8 +30,7 @@ from zerofit.simulate.forecast.result import (
 from zerofit.simulate.forecast.script_knobs import ScriptKnob, script_knobs
 from zerofit.simulate.memory.alloc_conf import read_alloc_conf
 from zerofit.simulate.record import RankRecord
-from zerofit.simulate.script.command import ScriptCommand, rank_problems, read_command
-from zerofit.simulate.script.target import LATER_STAGE, ScriptTarget
+from zerofit.simulate.script.command import LATER_STAGE, ScriptCommand, ScriptTarget, rank_problems, read_command
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter

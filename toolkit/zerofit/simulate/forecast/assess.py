@@ -21,7 +21,7 @@ from zerofit.simulate.forecast.verdict import (
 )
 from zerofit.simulate.memory.alloc_conf import read_alloc_conf
 from zerofit.simulate.record import GroupUse, RankPhase, RankRecord, ScriptFacts, SimulationTarget
-from zerofit.simulate.script.target import ScriptTarget
+from zerofit.simulate.script.command import ScriptTarget
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem
 from zerofit.spec.mesh import coords_of

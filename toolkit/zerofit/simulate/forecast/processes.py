@@ -33,7 +33,7 @@ from zerofit.simulate.endings import (
     with_output,
 )
 from zerofit.simulate.record import RankRecord, SimulationTarget
-from zerofit.simulate.script.target import ScriptTarget
+from zerofit.simulate.script.command import ScriptTarget
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.local_machine import host_memory, oom_kills
 from zerofit.spec.process import collector_off

@@ -16,13 +16,13 @@ from typing import Any
 
 from zerofit.simulate.forecast.knobs import BUCKETS, PARAMETERS, SMALL_BUCKET, STATE, edited, less_on_device
 from zerofit.simulate.record import ScriptFacts
-from zerofit.simulate.script.command import ScriptCommand
-from zerofit.simulate.script.target import (
+from zerofit.simulate.script.command import (
     CHECKPOINTS,
     EIGHT_BITS,
     HALVES,
     SHARDED,
     SHARDED_STATES,
+    ScriptCommand,
     ScriptTarget,
 )
 from zerofit.spec.foreign import Unreadable, read_json

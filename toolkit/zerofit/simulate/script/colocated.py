@@ -28,11 +28,11 @@ from zerofit.rollout.served import BITS, ServedModel
 from zerofit.rollout.vllm import EngineMemory, EngineSettings
 from zerofit.simulate.engine.phases import PhaseLog
 from zerofit.simulate.fakes.patches import replace_in
+from zerofit.simulate.script.command import ScriptTarget
 from zerofit.simulate.script.errors import not_simulated
 from zerofit.simulate.script.evaluation import EVALUATION
 from zerofit.simulate.script.generation import GENERATION
 from zerofit.simulate.script.gpu import SHOWN
-from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.spec.memory_kinds import ENGINE
 from zerofit.spec.units import shown_bytes

@@ -12,13 +12,15 @@ import shutil
 import sys
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from zerofit.simulate.record import SentTensors
+from zerofit.spec.devices import Device
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.units import counted
 
@@ -34,6 +36,10 @@ _LAUNCHES = re.compile(r"[^#]*\b(torchrun|deepspeed|accelerate launch|python3?)\
 _MANY = 1 << 16  # devices of a host whose number is unknown
 
 Parser = Callable[[list[str]], Namespace]
+# changes of `edits`, as a user would write them into the script
+CHECKPOINTS, EIGHT_BITS, HALVES = "checkpoints", "8-bit moments", "half batches"
+SHARDED, SHARDED_STATES = "FSDP2 for DDP", "ZeroRedundancyOptimizer"
+LATER_STAGE = "later-stage"  # kind of the problem of a rank whose input is unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,3 +318,36 @@ def _quiet() -> Iterator[None]:
 
 def _refused(message: str, hint: str) -> UserError:
     return UserError(Problem(kind="command", message=message, hint=hint, where="COMMAND"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptTarget:
+    """One rank of a script, and its device."""
+
+    command: ScriptCommand
+    device: Device
+    gpus: int  # per node
+    nodes: int
+    host_bytes: int = 0  # of a node
+    rank: int = 0
+    workspace_bytes: int = 0  # kept by torch for matrix products, per thread and stream
+    alloc_conf: str = ""  # PYTORCH_CUDA_ALLOC_CONF of its process
+    steps: int = 2  # optimizer steps after which the script is stopped
+    stacks: bool = False  # record the origin of each allocation, for a memory snapshot
+    longest: bool = False  # make every batch as long as the script allows
+    crowded: bool = False  # let all tokens choose the same experts (worst routing)
+    arguments: Mapping[str, object] = field(
+        default_factory=dict
+    )  # of TrainingArguments, instead of the script's values
+    edits: tuple[str, ...] = ()  # CHECKPOINTS, ...: changes of the script
+    received: SentTensors | None = None  # input of the rank's pipeline stage; None for the first stage
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.gpus * self.nodes
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU, with memory of its own."""
+        return self.device.kind != "cpu"

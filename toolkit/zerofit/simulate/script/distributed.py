@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_map
 
 from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.ops.tracker import own_line
+from zerofit.simulate.script.command import ScriptTarget
 from zerofit.simulate.script.errors import not_simulated, script_fault
-from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker, is_real
 from zerofit.simulate.script.values import COALESCED
 from zerofit.spec.hybrid_engine import HYBRID_ENGINE_FAULTS, WITHOUT_HYBRID_ENGINE, hybrid_engine_error

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from zerofit.simulate.fakes.patches import replace_in
+from zerofit.simulate.script.command import CHECKPOINTS, EIGHT_BITS, HALVES, SHARDED, SHARDED_STATES, ScriptTarget
 from zerofit.simulate.script.errors import not_simulated
-from zerofit.simulate.script.target import CHECKPOINTS, EIGHT_BITS, HALVES, SHARDED, SHARDED_STATES, ScriptTarget
 
 _ONLY_TORCH = ("foreach", "fused", "capturable", "differentiable", "maximize")  # that bitsandbytes does not accept
 

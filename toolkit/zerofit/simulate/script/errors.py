@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zerofit.simulate.ops.tracker import own_line
-from zerofit.simulate.script.target import LATER_STAGE
+from zerofit.simulate.script.command import LATER_STAGE
 from zerofit.spec.errors import Problem
 
 

@@ -19,10 +19,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from zerofit.simulate.record import Note, ScriptFacts
+from zerofit.simulate.script.command import ScriptTarget
 from zerofit.simulate.script.edits import repeated_blocks, unwrapped
 from zerofit.simulate.script.lengths import Lengths, padded_shape, token_tensors
 from zerofit.simulate.script.phases import ScriptPhases, has_optimizer
-from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.spec.model_facts import LIGER_TYPES
 from zerofit.train.probe import expert_count

@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from zerofit.simulate.endings import EXITED, first_lines, lacks_memory, out_of_memory, shown_path
 from zerofit.simulate.ops.tracker import is_own
 from zerofit.simulate.script import files, tracker
+from zerofit.simulate.script.command import ScriptTarget
 from zerofit.simulate.script.phases import ScriptPhases
-from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.spec.errors import Problem, UserError
 

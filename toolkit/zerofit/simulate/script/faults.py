@@ -31,11 +31,11 @@ from zerofit.simulate.memory.host import highest, host_moments
 from zerofit.simulate.memory.ledger import DEVICE, Storage
 from zerofit.simulate.ops.tracker import is_own
 from zerofit.simulate.record import ScriptFault
+from zerofit.simulate.script.command import ScriptTarget
 from zerofit.simulate.script.facts import elements_of
 from zerofit.simulate.script.fault_log import FaultLog, Lives, local_bytes
 from zerofit.simulate.script.lengths import Lengths
 from zerofit.simulate.script.phases import ScriptPhases, has_optimizer
-from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import OWN_LINE_BYTES
 from zerofit.spec.memory_kinds import BUCKETS, GRADIENTS
 from zerofit.spec.overhead import HOST_RESERVE

@@ -30,7 +30,7 @@ from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.memory.ledger import DEVICE
 from zerofit.simulate.ops.streams import Streams
 from zerofit.simulate.ops.tracker import AllocationTracker
-from zerofit.simulate.script.target import ScriptTarget
+from zerofit.simulate.script.command import ScriptTarget
 from zerofit.simulate.script.tracker import SIMULATED, ScriptTracker, on_simulated
 from zerofit.spec.memory_kinds import WORKSPACES
 

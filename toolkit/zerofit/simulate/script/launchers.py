@@ -21,9 +21,8 @@ import torch.multiprocessing
 
 from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.ops.tracker import is_own
-from zerofit.simulate.script.command import ScriptCommand, rank_problems, started_inside
+from zerofit.simulate.script.command import ScriptCommand, ScriptTarget, rank_problems, started_inside
 from zerofit.simulate.script.errors import NotSimulated
-from zerofit.simulate.script.target import ScriptTarget
 from zerofit.spec.errors import UserError
 
 _Default = TypeVar("_Default")

@@ -40,7 +40,7 @@ from zerofit.simulate.ops.tracker import own_line
 from zerofit.simulate.record import STEPS, RankRecord
 from zerofit.simulate.script import distributed, files, gpu, host, kernels, lengths, pretrained, saved
 from zerofit.simulate.script.colocated import colocated_vllm
-from zerofit.simulate.script.command import rank_problems
+from zerofit.simulate.script.command import ScriptTarget, rank_problems
 from zerofit.simulate.script.edits import edits
 from zerofit.simulate.script.errors import NotSimulated, ScriptStop
 from zerofit.simulate.script.evaluation import Repeats, evaluate, evaluations, gather_to_save
@@ -54,7 +54,6 @@ from zerofit.simulate.script.launchers import LaunchedInside, launchers_inside, 
 from zerofit.simulate.script.lengths import Lengths
 from zerofit.simulate.script.phases import ScriptPhases
 from zerofit.simulate.script.stages import StageJoints
-from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.spec.errors import Problem, UserError
 
