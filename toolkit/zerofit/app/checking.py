@@ -21,8 +21,7 @@ from zerofit.check.explain import explain as explain_keys
 from zerofit.check.finding import Finding
 from zerofit.check.migrate import Migrated, migrate
 from zerofit.check.neox import model_parallel
-from zerofit.check.programs import MARKS
-from zerofit.check.reader import HUGGING_FACE, Reader, guess
+from zerofit.check.reader import HUGGING_FACE, MARKS, Reader, guess
 from zerofit.check.rules.batch import ranks_of_batch
 from zerofit.check.scan import SyntaxFault
 from zerofit.check.subject import GivenArgument, RequestedValue, TargetHardware, UnclearValue

@@ -16,7 +16,7 @@ import hjson
 from zerofit.check.document import Document, of_hjson, parse, parse_yaml
 from zerofit.check.dotted import get, put
 from zerofit.check.neox import is_for_neox
-from zerofit.check.programs import MARKS, program_of, where_to_look
+from zerofit.check.reader import MARKS, program_of, where_to_look
 from zerofit.check.scan import SyntaxFault
 from zerofit.check.subject import MICRO, STEPS, ZERO
 from zerofit.spec.errors import Problem, UserError, nearest
