@@ -24,7 +24,7 @@ from zerofit.spec.run_folder import Start
 from zerofit.spec.units import counted
 from zerofit.train.callbacks import StepRecord
 from zerofit.train.checkpoint_engine import SyncedCheckpointEngine
-from zerofit.train.frozen import refuse_other_frozen
+from zerofit.train.saver import refuse_other_frozen
 from zerofit.train.shard_index import IndexedShard, indexed_shards
 from zerofit.train.trainer import EngineTrainer, persistent_buffers
 from zerofit.train.zero_layouts import (

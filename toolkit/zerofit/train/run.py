@@ -39,7 +39,6 @@ from zerofit.train.build import build_on_meta, stored_by_engine
 from zerofit.train.callbacks import Callback, EventLog, StepRecord, load_callbacks, make_loggers
 from zerofit.train.check_loss import LossCheck
 from zerofit.train.engines import ZeroTrainer
-from zerofit.train.frozen import frozen_weights
 from zerofit.train.gan import EpochDrawings, GanTrainer
 from zerofit.train.heartbeat import RankProgress
 from zerofit.train.leaks import LeakWatch
@@ -49,7 +48,7 @@ from zerofit.train.metrics import MetricsRecorder
 from zerofit.train.pipeline import PipelineTrainer
 from zerofit.train.process_group import rank_device
 from zerofit.train.restore import resume
-from zerofit.train.saver import Saver
+from zerofit.train.saver import Saver, frozen_weights
 from zerofit.train.step_profile import StepProfile
 from zerofit.train.stop_signals import SignalNotes, StopRequests
 from zerofit.train.tensor_split import share_of
