@@ -13,9 +13,8 @@ import pytest
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
 
 from tests.plan.stub import BLOCK, BLOCKS, make_cluster, make_profile
-from zerofit.plan.flow import FlowRun, flow_ends, reduce_groups
 from zerofit.plan.layout import PlannedLayout
-from zerofit.plan.passes import StageLayers
+from zerofit.plan.passes import FlowRun, StageLayers, flow_ends, reduce_groups
 from zerofit.plan.rates import rates_of
 from zerofit.plan.step_timeline import Span, StepTimeline, step_timeline
 from zerofit.plan.time import Timer

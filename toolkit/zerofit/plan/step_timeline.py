@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 from zerofit.features.checkpointing import REPEATED
 from zerofit.plan.dualpipev import EXCHANGE
-from zerofit.plan.flow import ReduceGroup, reduce_groups
 from zerofit.plan.kernels import kernel_s
 from zerofit.plan.layout import PlannedLayout
-from zerofit.plan.passes import StageLayers
+from zerofit.plan.passes import ReduceGroup, StageLayers, reduce_groups
 from zerofit.plan.rates import Rates
 from zerofit.plan.time import StepParts, StepTask, Stream, Timer
 from zerofit.spec.profile import Profile

@@ -14,11 +14,10 @@ from zerofit.features.optimizer import UNSTEPPED_BYTES
 from zerofit.features.optimizers import OPTIMIZERS
 from zerofit.plan.collectives import RankGroup, collective_s, group_of
 from zerofit.plan.dualpipev import PartSeconds, TimedPass, timed_passes
-from zerofit.plan.flow import FlowRun, ReduceGroup, flow_s, reduce_groups
 from zerofit.plan.fsdp2 import block_fetches
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.optimizer_states import host_state_bytes
-from zerofit.plan.passes import Passes, RankPass
+from zerofit.plan.passes import FlowRun, Passes, RankPass, ReduceGroup, flow_s, reduce_groups
 from zerofit.plan.persistent import MASTER_BYTES, kept_gathered
 from zerofit.plan.rates import Rates
 from zerofit.plan.timeline import StageTimeline, timeline
