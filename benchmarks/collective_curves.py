@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zerofit.plan.collectives import RankGroup, collective_s
+from zerofit.plan.kernels import RankGroup, collective_s
 from zerofit.plan.rates import rates_of
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.devices import find_device

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.stub import make_cluster
-from zerofit.plan.collectives import RankGroup, call_s, collective_s, group_of, sent_bytes
+from zerofit.plan.kernels import RankGroup, call_s, collective_s, group_of, sent_bytes
 from zerofit.plan.rate_catalog import rate_catalog
 from zerofit.plan.rates import Rates, rates_of
 from zerofit.spec.cluster import Cluster

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.stub import make_cluster
-from zerofit.plan.collectives import RankGroup, collective_s
-from zerofit.plan.kernels import kernels_s, launches
+from zerofit.plan.kernels import RankGroup, collective_s, kernels_s, launches
 from zerofit.plan.measured_rates import CollectiveTable, KernelTable, unaligned_lengths
 from zerofit.plan.rates import AttentionRate, Rates, rates_of
 from zerofit.plan.software import Software

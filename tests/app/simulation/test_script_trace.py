@@ -10,7 +10,7 @@ import pytest
 
 import zerofit as zf
 from zerofit.app.simulation.script_trace import _Clocks
-from zerofit.plan.collectives import RankGroup, collective_s
+from zerofit.plan.kernels import RankGroup, collective_s
 from zerofit.plan.rates import rates_of
 from zerofit.simulate.ops.issued import COPY, HOOKS, KERNEL, STEP, CommunicatingRanks, IssuedLog, IssuedWork
 from zerofit.spec.profile import Kernel, Linear

@@ -13,8 +13,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from zerofit.features.checkpointing import REPEATED
-from zerofit.plan.collectives import collective_s, group_of
-from zerofit.plan.kernels import kernels_s, launches
+from zerofit.plan.kernels import collective_s, group_of, kernels_s, launches
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.pipeline import stage_parts
 from zerofit.plan.rates import Rates

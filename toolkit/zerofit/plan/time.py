@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple
 
 from zerofit.features.optimizer import UNSTEPPED_BYTES
 from zerofit.features.optimizers import OPTIMIZERS
-from zerofit.plan.collectives import RankGroup, collective_s, group_of
 from zerofit.plan.dualpipev import PartSeconds, TimedPass, timed_passes
 from zerofit.plan.fsdp2 import block_fetches
+from zerofit.plan.kernels import RankGroup, collective_s, group_of
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.optimizer_states import host_state_bytes
 from zerofit.plan.passes import FlowRun, Passes, RankPass, ReduceGroup, flow_s, reduce_groups

@@ -12,8 +12,7 @@ from zerofit.app.job.requests import input_option
 from zerofit.app.planning.output_files import about
 from zerofit.app.planning.profiles import ProfileRequest, get_profile
 from zerofit.models.inputs import ImageInputs, Inputs, TableInputs
-from zerofit.plan.collectives import RankGroup, collective_s
-from zerofit.plan.kernels import kernel_s
+from zerofit.plan.kernels import RankGroup, collective_s, kernel_s
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import rates_of
 from zerofit.plan.software import Software
