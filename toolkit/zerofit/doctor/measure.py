@@ -7,6 +7,7 @@ to the job's folder.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
@@ -14,23 +15,35 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 # torch documents both under this module, but does not export them
-from torch.distributed import FileStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+# torch documents it under this name, without exporting it
+from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]
+    FileStore,
+    HashStore,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,
+)
 from torch.nn import functional as F
 
-from zerofit.doctor.measure_engine import measure_engine
 from zerofit.doctor.measure_kernels import Stopwatch, measure_kernels
 from zerofit.doctor.measured import LIMIT_S, MeasurementJob, measure_disk
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
 
 STATES = 7  # floats per element in an Adam step: it reads 4 (gradient, parameter, 2 moments) and writes 3
 MEET = timedelta(seconds=60)
 TOGETHER, CALLS = 32, 40  # number of small collectives that are issued together, and repetitions
 CPU_MESSAGES = ((0.0625, 100), (0.5, 100), (4, 60), (32, 10))  # MiB, repetitions
 GPU_MESSAGES = ((0.25, 50), (4, 50), (64, 20), (1024, 5))
+UNITS, WIDTH, ROWS = 32, 256, 64
+STEPS = 20  # steps of each engine; equal on all ranks, since ranks wait for each other
 
 
 def measure(job: MeasurementJob) -> dict[str, object]:
@@ -207,3 +220,87 @@ def main(job: MeasurementJob) -> None:
 
 if __name__ == "__main__":
     main(MeasurementJob(**json.loads(sys.argv[1])))
+
+
+class _Unit(nn.Module):
+    """A matrix multiplication, then a norm with one small parameter."""
+
+    matrix: Tensor  # fills the host's caches, as a model does
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("matrix", torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+        self.norm = nn.LayerNorm(WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x @ self.matrix)
+
+
+def measure_engine(watch: Stopwatch) -> dict[str, float]:
+    """Return the host's seconds per parameter: `hook_s`, and on a CPU `gradient_s`.
+
+    - `hook_s`: ZeRO-3 fetches and releases the parameter.
+    - `gradient_s`: the engine's hook, bucket and norm of a gradient, and the gathering of the new parameter.
+    """
+    alone = not dist.is_initialized()
+    if alone:
+        backend = "nccl" if watch.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    os.environ.setdefault("LOCAL_RANK", str(watch.device.index or 0))
+    x = torch.randn(ROWS, WIDTH, device=watch.device, requires_grad=True)
+    # `hook_s` is the time of a forward under stage 3, less that of a forward without an engine. Every parameter stays
+    # gathered, so no collective is measured. On a CPU, a collective would add the host's time to send the data. On a
+    # GPU, the host would wait for each small collective. In a model, collectives overlap with kernels
+    # (benchmarks/gpu/README.md).
+    # `gradient_s` is the time of a full step under stage 1, less that of a full step without an engine. On a GPU it
+    # would consist of kernel launches, which are measured elsewhere.
+    plain, engines = _model(watch.device), {"hook_s": _engine(watch.device, 3)}
+    if watch.device.type == "cpu":
+        engines["gradient_s"] = _engine(watch.device, 1)
+    without, taken = [], {name: [] for name in engines}
+    for _ in range(STEPS):  # alternate the engines, so other load on the machine affects all of them alike
+        without.append(_timed_pass(watch, lambda: plain(x).sum(), lambda loss: loss.backward()))
+        for name, engine in engines.items():
+            taken[name].append(_timed_pass(watch, lambda engine=engine: engine(x).sum(), partial(_step, engine)))
+    found = {}
+    for name, engine in engines.items():
+        parts = slice(1 if name == "hook_s" else 2)  # a forward, or a full step
+        longer = [sum(under[parts]) - sum(bare[parts]) for under, bare in zip(taken[name], without, strict=True)]
+        found[name] = max(0.0, statistics.median(longer)) / UNITS
+        engine.destroy()
+    if alone:
+        dist.destroy_process_group()
+    return found
+
+
+def _model(device: torch.device) -> nn.Module:
+    return nn.Sequential(*(_Unit() for _ in range(UNITS))).to(device)
+
+
+def _engine(device: torch.device, stage: int) -> DeepSpeedEngine:
+    import deepspeed  # the import takes seconds, and other measurements do not need it
+
+    model = _model(device)
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        # The norms' parameters are smaller than the threshold, so ZeRO-3 does not release them after a forward.
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 2 * WIDTH},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 1.0,
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def _step(engine: DeepSpeedEngine, loss: Tensor) -> None:
+    engine.backward(loss)
+    engine.step()
+
+
+def _timed_pass(
+    watch: Stopwatch, forward: Callable[[], Tensor], ending: Callable[[Tensor], object]
+) -> tuple[float, float]:
+    """Return the seconds of a forward, and of the rest of the step."""
+    loss: list[Tensor] = []
+    first_s = watch.timed(lambda: loss.append(forward()), 1)
+    return first_s, watch.timed(lambda: ending(loss[0]), 1)
