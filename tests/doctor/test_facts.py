@@ -19,9 +19,8 @@ import pytest
 import torch
 
 from zerofit.doctor import system
-from zerofit.doctor.facts import answer, collect
+from zerofit.doctor.facts import answer, code_hash, collect, model_code
 from zerofit.doctor.serve import MARK
-from zerofit.doctor.software import code_hash, model_code
 from zerofit.spec import local_machine
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.doctor.examine import BUILD_S
+from zerofit.doctor.facts import model_code
 from zerofit.doctor.preflight import Preflight, PreflightRequest, preflight
 from zerofit.doctor.remote import FACTS, INSIDE, PATIENCE_S, Conversation, Unreachable, ask_all, conversations
-from zerofit.doctor.software import model_code
 from zerofit.launch.host import RUN_ID, address_to, interface_of, this_machine
 from zerofit.launch.hostfile import Host, check_size, read_hostfile, select
 from zerofit.launch.local import LaunchSite

@@ -28,7 +28,7 @@ from zerofit.app.comparing.rows import (
     with_speedups,
 )
 from zerofit.compare.job import STRATEGIES, CompareJob, RankReport, Strategy
-from zerofit.doctor.software import code_hash, model_code
+from zerofit.doctor.facts import code_hash, model_code
 from zerofit.spec.errors import Problems, nearest
 from zerofit.spec.events import OnEvent
 from zerofit.spec.run import Run, RunRequest
