@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zerofit.explain.advice import NVIDIA_SMI, RECORD, RSS
-from zerofit.explain.evidence import LATER, Cause, LogEvidence, Rule
 from zerofit.explain.messages import Shortage
 from zerofit.explain.other_causes import CERTAIN, OTHER_RULES, host
-from zerofit.explain.result import UNKNOWN
+from zerofit.explain.result import LATER, UNKNOWN, Cause, LogEvidence, Rule
 from zerofit.explain.tracebacks import (
     BACKWARD,
     DATA,

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 from zerofit.explain.advice import changes_for, for_device
 from zerofit.explain.causes import cause_of
-from zerofit.explain.evidence import LogEvidence
 from zerofit.explain.failures import EXCEPTION, Failure, find_failure
 from zerofit.explain.log import LogLine
 from zerofit.explain.messages import Shortage, ranked, shortages
 from zerofit.explain.progress import Progress, progress_before, went_on_after
-from zerofit.explain.result import Change, Explanation
+from zerofit.explain.result import Change, Explanation, LogEvidence
 from zerofit.explain.tracebacks import caller_of_torch, frames_before, own_frame, phase_of
 
 WORKER = "in DataLoader worker process"

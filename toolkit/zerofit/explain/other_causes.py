@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 from zerofit.explain.advice import KERNEL_LOG, NVIDIA_SMI, PLAN_SERVE
-from zerofit.explain.evidence import LATER, Cause, LogEvidence, Rule
-from zerofit.explain.result import UNKNOWN
+from zerofit.explain.result import LATER, UNKNOWN, Cause, LogEvidence, Rule
 from zerofit.explain.tracebacks import INIT, LOADING, SAVING, STEP
 from zerofit.spec.units import shown_bytes
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from zerofit.explain.messages import MemoryFigures
+from zerofit.explain.messages import MemoryFigures, Shortage
+from zerofit.explain.progress import Progress
+from zerofit.explain.tracebacks import CodeFrame
 from zerofit.spec.files import field_data
 
 UNKNOWN = "unknown"  # the cause if the evidence shows none
+# steps after which the optimizer's states exist, so a step needs no more memory than the previous step
+LATER = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,3 +84,28 @@ class Explanation:
     def to_dict(self) -> dict[str, object]:
         """Return the JSON of `zerofit explain --json`."""
         return field_data(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogEvidence:
+    """All evidence that a log contains about one error."""
+
+    shortage: Shortage
+    frames: Sequence[CodeFrame]
+    phase: str
+    progress: Progress
+    sharers: tuple[str, ...] = ()  # ranks that ran out of memory on the same device
+    in_worker: bool = False  # whether the error is from a DataLoader's worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """A cause, and its evidence."""
+
+    name: str
+    summary: str
+    evidence: tuple[str, ...] = ()
+    run_next: str = ""
+
+
+Rule = Callable[[LogEvidence], Cause | None]
