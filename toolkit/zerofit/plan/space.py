@@ -274,7 +274,7 @@ def _untraced(degrees: Degrees, profile: Profile, request: PlanRequest) -> Probl
 
 
 def _supports_quantized(profile: Profile, stage: int, offload_param: Offload) -> bool:
-    """Return whether a layout supports the model's quantized weights (config/part.py)."""
+    """Return whether a layout supports the model's quantized weights (config/validate.py)."""
     # int8 weights have one byte each
     eight = any(layer.quantized and layer.packed == layer.quantized for layer in profile.layers)
     quantized = any(layer.quantized for layer in profile.layers)

@@ -11,7 +11,7 @@ from zerofit.app.job.requests import PACKED, parse_input
 from zerofit.app.planning.corrections import MeasuredSpeed, TunedLayouts, read_tuned
 from zerofit.app.planning.layout_pins import LayoutPins, knobs_of, read_config, refuse_impossible, uncounted
 from zerofit.check.dotted import get
-from zerofit.config.part import check_part
+from zerofit.config.validate import check_part
 from zerofit.features.engines import Engine
 from zerofit.features.optimizers import PLANNED
 from zerofit.models.catalog import shape_named
