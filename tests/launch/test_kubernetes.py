@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.launch.hostile import HOSTILE, LINES
-from zerofit.launch.kubernetes import VARIABLES, KubernetesJob, manifest_text
+from zerofit.launch.job_file import VARIABLES, KubernetesJob, manifest_text
 from zerofit.spec.errors import UserError
 
 SCHEMA = json.loads((Path(__file__).parent / "schemas" / "kubeflow.json").read_text())

@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 from zerofit.app.job.requests import is_run_file, read_request
 from zerofit.launch.hostfile import check_size
-from zerofit.launch.job_file import SlurmJob, env_file_text, sbatch_text, write_once
-from zerofit.launch.kubernetes import KubernetesJob, manifest_text
+from zerofit.launch.job_file import KubernetesJob, SlurmJob, env_file_text, manifest_text, sbatch_text, write_once
 from zerofit.launch.runner import forwarded
 from zerofit.models.catalog import names_callable
 from zerofit.spec.errors import Problems
