@@ -53,7 +53,7 @@ MORE_ARGUMENTS = {
 }
 # modules that import each other for types only
 TYPE_CIRCLES = {
-    *("zerofit.compare.benchmark_task", "zerofit.compare.epochs"),
+    *("zerofit.compare.benchmark_task", "zerofit.compare.benchmark_task"),
     *("zerofit.simulate.forecast.baseline", "zerofit.simulate.forecast.result"),
     *("zerofit.train.averaging", "zerofit.train.shard_index", "zerofit.train.trainer"),
 }

@@ -21,8 +21,7 @@ from zerofit.app.comparing.rows import (
     with_speedups,
 )
 from zerofit.app.training.free_memory import HostMemory
-from zerofit.compare.benchmark_task import NotHereError, _even_cuts
-from zerofit.compare.epochs import Noise
+from zerofit.compare.benchmark_task import Noise, NotHereError, _even_cuts
 from zerofit.compare.job import STRATEGIES, CompareJob, code_lines
 from zerofit.report.comparison import page
 from zerofit.spec.errors import UserError
