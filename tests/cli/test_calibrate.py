@@ -9,8 +9,13 @@ from tests.plan.stub import make_cluster
 from zerofit.plan.kernels import kernels_s
 from zerofit.plan.rates import rates_of
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.local_machine import Calibration, calibration_file, read_calibration, write_calibration
-from zerofit.spec.measured_kernels import MeasuredKernel
+from zerofit.spec.local_machine import (
+    Calibration,
+    MeasuredKernel,
+    calibration_file,
+    read_calibration,
+    write_calibration,
+)
 from zerofit.spec.profile import Kernel, Linear
 
 

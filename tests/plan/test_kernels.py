@@ -11,8 +11,7 @@ from zerofit.plan.kernels import RankGroup, collective_s, kernels_s, launches
 from zerofit.plan.measured_rates import CollectiveTable, KernelTable, unaligned_lengths
 from zerofit.plan.rates import AttentionRate, Rates, rates_of
 from zerofit.plan.software import Software
-from zerofit.spec.local_machine import Calibration
-from zerofit.spec.measured_kernels import MeasuredCollective, MeasuredKernel
+from zerofit.spec.local_machine import Calibration, MeasuredCollective, MeasuredKernel
 from zerofit.spec.profile import Kernel, Linear
 
 

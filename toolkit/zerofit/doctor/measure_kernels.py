@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerofit.features.optimizer import ADAM_BYTES, SGD_BYTES
-from zerofit.spec.measured_kernels import MeasuredKernel
+from zerofit.spec.local_machine import MeasuredKernel
 
 Work = Callable[[], object]
 Operands = Iterator[list[Tensor]]

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from zerofit.spec.measured_kernels import MeasuredCollective, MeasuredKernel
+from zerofit.spec.local_machine import MeasuredCollective, MeasuredKernel
 from zerofit.spec.profile import Kernel
 
 WITH_PRODUCTS = ("product", "convolution", "attention")

@@ -16,7 +16,7 @@ from zerofit.report.plot import check_picture, save
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.files import field_data
 from zerofit.spec.foreign import Unreadable, read_json, refused
-from zerofit.spec.measured_kernels import MeasuredKernel
+from zerofit.spec.local_machine import MeasuredKernel
 from zerofit.spec.profiling import SECTION_MARK, STEP_MARK
 
 if TYPE_CHECKING:

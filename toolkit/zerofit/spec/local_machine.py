@@ -19,11 +19,34 @@ from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.extras import installed_version
 from zerofit.spec.files import cache_root, write_json
 from zerofit.spec.foreign import Unreadable, read_json, shaped
-from zerofit.spec.measured_kernels import MeasuredCollective, MeasuredKernel
 
 MIB = 2**20
 SMI_S = 30  # seconds for nvidia-smi; it first loads the driver
 LIBAIO_HINT = "install libaio-dev (Debian, Ubuntu) or libaio-devel (RHEL, Fedora, SUSE)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredKernel:
+    """The measured time of one kernel, with kind and shape as in a profile's `Kernel`."""
+
+    kind: str
+    dtype: str  # as torch names it: "bfloat16"
+    seconds: float
+    shape: tuple[int, ...] = ()
+    flops: float = 0.0  # for causal attention without the masked half
+    moved_bytes: float = 0.0
+    groups: int = 1
+    causal: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredCollective:
+    """The measured time of one collective between ranks of a node."""
+
+    op: str  # "all_reduce", "all_gather", "reduce_scatter"
+    ranks: int
+    size_bytes: float  # of the full tensor
+    seconds: float
 
 
 def usable_cores() -> int:
