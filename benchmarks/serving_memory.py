@@ -17,7 +17,7 @@ import numpy as np
 
 from zerofit.app.planning.serving import served_model
 from zerofit.rollout.vllm import EngineMemory, EngineSettings
-from zerofit.spec.device import GIB
+from zerofit.spec.device_file import GIB
 from zerofit.spec.devices import find_device
 
 HERE = Path(__file__).parent

@@ -13,7 +13,7 @@ from zerofit.rollout.cache import CacheLayers, Need, plan_cache
 from zerofit.rollout.served import BITS, published_format, unquantized_modules
 from zerofit.rollout.vllm import EngineMemory, EngineSettings
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.device import GIB
+from zerofit.spec.device_file import GIB
 from zerofit.spec.errors import UserError
 
 

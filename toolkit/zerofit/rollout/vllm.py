@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 
 from zerofit.rollout.cache import BLOCK, CachePlan, Need, plan_cache
 from zerofit.rollout.served import BITS, MARLIN_MULTIPLE, TRITON_MULTIPLE, ServedModel
-from zerofit.spec.device import GIB, Device
+from zerofit.spec.device_file import GIB, Device
 from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import ELEMENT_BYTES, PRECISIONS
 from zerofit.spec.overhead import context_figure

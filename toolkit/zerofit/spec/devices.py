@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from zerofit.spec.device import GB, Device, Node
-from zerofit.spec.device_file import SUFFIXES, entry_names, read_device, read_gpu, read_instance
+from zerofit.spec.device_file import GB, SUFFIXES, Device, Node, entry_names, read_device, read_gpu, read_instance
 from zerofit.spec.errors import Problem, UserError, nearest
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zerofit.spec.device import Device
+from zerofit.spec.device_file import Device
 
 MIB = 2**20
 
