@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 
 from zerofit.app.job.hub_models import missing_files
 from zerofit.infer.saved_model import read_weights
-from zerofit.models.catalog import ModelError, find
-from zerofit.models.weight_index import weight_names
+from zerofit.models.catalog import ModelError, find, weight_names
 from zerofit.spec.errors import UserError
 from zerofit.spec.foreign import Unreadable
 

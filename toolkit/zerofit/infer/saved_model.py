@@ -17,11 +17,10 @@ from zerofit.checkpoint.foreign import foreign_at
 from zerofit.checkpoint.model_folder import CARD, SAFETENSORS_NAMES, ModelInfo, read_model_info
 from zerofit.checkpoint.safe_load import load
 from zerofit.checkpoint.store import CHECKPOINTS, MANIFEST, Store, is_own, locate
-from zerofit.models.catalog import ModelError, ModelSource, find, label_names
+from zerofit.models.catalog import NAMES, ModelError, ModelSource, find, label_names, weight_names
 from zerofit.models.hf_config import make_config, max_positions
 from zerofit.models.inputs import Fed, ImageInputs, Inputs, LabelledTextInputs, TextInputs
 from zerofit.models.named_inputs import named_inputs
-from zerofit.models.weight_index import NAMES, weight_names
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.foreign import Unreadable

@@ -6,9 +6,8 @@ from functools import partial
 from pathlib import Path
 
 from zerofit.data.hf import hub_if_reachable
-from zerofit.models.catalog import shape_named
+from zerofit.models.catalog import NAMES, shape_named, weight_names
 from zerofit.models.names import Match, left_out, preset_of
-from zerofit.models.weight_index import NAMES, weight_names
 from zerofit.spec.errors import Problem, UserError, reason_of
 from zerofit.spec.events import Reporter
 from zerofit.spec.foreign import Unreadable
