@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from tests.data.test_imagefolder import paint
-from zerofit.data.image_files import as_rgb
+from zerofit.data.imagefolder import as_rgb
 
 RAMP = np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16)  # of 16 bits: 0x0000, 0x0101, ... 0xffff
 

@@ -11,9 +11,8 @@ from zerofit.data.base import Data, Dataset
 from zerofit.data.chat_records import CHAT_FIELDS
 from zerofit.data.chats import open_chats
 from zerofit.data.hf import open_hf
-from zerofit.data.image_files import SUFFIXES
 from zerofit.data.image_sources import open_packaged_set, open_vision_set
-from zerofit.data.imagefolder import open_imagefolder
+from zerofit.data.imagefolder import SUFFIXES, open_imagefolder
 from zerofit.data.jsonl import open_jsonl
 from zerofit.data.labelled import open_labelled
 from zerofit.data.labelled_rows import KINDS as LABELLED_KINDS

@@ -12,8 +12,10 @@ import numpy as np
 from zerofit.data.base import Data, Integers, LabelledDataset
 from zerofit.data.cache import cache_errors, waiting_lock
 from zerofit.data.hashing import text_digest
-from zerofit.data.image_files import (
+from zerofit.data.image_sources import Scaling
+from zerofit.data.imagefolder import (
     FORMAT,
+    IMAGENET,
     NAMED,
     SUFFIXES,
     as_rgb,
@@ -24,8 +26,6 @@ from zerofit.data.image_files import (
     split_by_name,
     split_folders,
 )
-from zerofit.data.image_sources import Scaling
-from zerofit.data.imagefolder import IMAGENET
 from zerofit.models.inputs import SegmentationInputs
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
