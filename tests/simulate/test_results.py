@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fa
 
 from zerofit.simulate.ops import shortcuts
 from zerofit.simulate.ops.costs import leaves_of
-from zerofit.simulate.ops.results import repeated
+from zerofit.simulate.ops.shortcuts import repeated
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.versions(of="torch")
