@@ -122,8 +122,8 @@ def measure(asked: SimulationTarget) -> dict[str, Any]:
     the device, the driver's part included. Times are seconds: "step_s" of some steps, "kernels" of one step's by class,
     "ops" of torch's ops by the shapes of their inputs, "host" what ops and calls of the driver take of the host.
     """
-    from zerofit.simulate.engine.drivers import empty_batches, start, train_steps
     from zerofit.simulate.engine.phases import PhaseLog
+    from zerofit.simulate.engine.rank import empty_batches, start, train_steps
     from zerofit.train import process_group
 
     used_before = int(sys.stdin.readline())

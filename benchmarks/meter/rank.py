@@ -47,8 +47,8 @@ def metered(target: SimulationTarget, on_built: Callable[[Any], None] = lambda m
     ranks = {"RANK": target.rank, "LOCAL_RANK": target.rank, "WORLD_SIZE": world, "LOCAL_SIZE": world}
     os.environ |= {name: str(value) for name, value in ranks.items()} | {"MASTER_ADDR": "127.0.0.1"}
 
-    from zerofit.simulate.engine.drivers import empty_batches, start, train_steps
     from zerofit.simulate.engine.phases import PhaseLog
+    from zerofit.simulate.engine.rank import empty_batches, start, train_steps
     from zerofit.train import process_group
 
     from .meter import AllocatorMeter

@@ -18,7 +18,7 @@ SCRIPT = """\
 import json, sys
 from datetime import timedelta
 import torch.distributed as dist
-from zerofit.simulate.engine.drivers import empty_batches
+from zerofit.simulate.engine.rank import empty_batches
 from zerofit.simulate.record import SimulationTarget
 from zerofit.train import process_group
 from zerofit.train.engines import ZeroTrainer

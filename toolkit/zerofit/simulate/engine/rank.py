@@ -8,31 +8,34 @@ from __future__ import annotations
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
+from unittest.mock import patch
 
 import deepspeed
 import torch
 import torch._dynamo  # zero.Init replaces Tensor.__new__: imported later, dynamo would fail in it
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from zerofit.data import mixes
 from zerofit.features.optimizers import OPTIMIZERS
 from zerofit.features.zero import features_on
 from zerofit.models.build import UNCHECKED, build, empty_batch
 from zerofit.models.catalog import PRETRAINED, ModelError, find, source_of
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.hf_config import traced_args
-from zerofit.models.inputs import Inputs, are_packed, are_padded
+from zerofit.models.inputs import ImageInputs, Inputs, are_packed, are_padded
 from zerofit.models.layers import RotaryBlock, as_layers
 from zerofit.models.quantized import PACKAGE
 from zerofit.models.router_loss import router_loss
 from zerofit.simulate.endings import first_lines
-from zerofit.simulate.engine.drivers import empty_batches, start, train_steps
 from zerofit.simulate.engine.partitions import GradientLog
-from zerofit.simulate.engine.phases import PhaseLog, phase_name
+from zerofit.simulate.engine.phases import PhaseLog, announce_phases, phase_name
 from zerofit.simulate.engine.rank_record import record_of
 from zerofit.simulate.engine.stage_input import Sizes, give_input
 from zerofit.simulate.fakes import device
@@ -45,8 +48,13 @@ from zerofit.simulate.ops.tracker import AllocationTracker, is_own
 from zerofit.simulate.record import RankRecord, SimulationTarget
 from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.spec.memory_kinds import STATE
+from zerofit.spec.mesh import coords_of
+from zerofit.spec.run_folder import Job
+from zerofit.train.engines import ZeroTrainer
 from zerofit.train.pipeline import PipelineTrainer
 from zerofit.train.trainer import own_tokens
+
+Driver = ZeroTrainer | PipelineTrainer
 
 
 # The simulation runs the code of real training. What it replaces, from the outside in:
@@ -203,3 +211,59 @@ def _part_input(driver: PipelineTrainer, inputs: Inputs, first: int) -> list[tup
     if routers is not None and any(layer.block for layer in before):
         entering.append((torch.Size((2, routers.experts)), torch.float32))
     return entering
+
+
+def start(
+    job: Job, rank: int, inputs: Inputs, log: PhaseLog, on_built: Callable[[nn.Module], None] = lambda model: None
+) -> Driver:
+    """Return a rank's trainer.
+
+    The model is built in phase "build", and the engine in phase "init".
+    """
+    # the trainers build the model and the engine in one call, so the phase changes where they call DeepSpeed
+    initialize = cast("Callable[..., object]", deepspeed.initialize)
+
+    def announced(*args: object, model: nn.Module, **kwargs: object) -> object:
+        on_built(model)
+        log.begin("init")
+        return initialize(*args, model=model, **kwargs)
+
+    log.begin("build")
+    kind = PipelineTrainer if job.layout.pp > 1 else ZeroTrainer
+    with patch.object(deepspeed, "initialize", announced):
+        return kind(job, coords_of(rank, job.layout), inputs)
+
+
+def train_steps(driver: Driver, batches: Iterator[dict[str, object]], steps: int, log: PhaseLog) -> None:
+    """Train `steps` steps, and record their phases in `log`."""
+
+    def announced() -> Iterator[dict[str, object]]:
+        while True:
+            log.begin("forward")  # reading a micro batch belongs to its forward
+            batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    announce_phases(driver.engine, log.begin)
+    fetched = announced()
+    for step in range(steps):
+        log.step = step
+        driver.train_step(fetched)
+    log.end()
+
+
+def empty_batches(job: Job, inputs: Inputs, samples: int = 0) -> Iterator[dict[str, object]]:
+    """Yield micro batches without data, in the form of `zerofit.data.micro_batches`.
+
+    `samples`: number of samples in a micro batch; 0: the job's number.
+    """
+    samples = samples or job.batch.micro
+    while True:
+        tensors = empty_batch(inputs, samples)
+        batch: dict[str, object] = {**tensors, "weight": job.layout.sp / tensors["labels"].numel()}
+        del tensors  # only the batch keeps them
+        if mixes(job.run) and isinstance(inputs, ImageInputs):
+            batch["labels"] = torch.zeros(samples, inputs.classes)
+        yield batch
+        del batch
