@@ -27,7 +27,7 @@ from zerofit.checkpoint.store import FORMAT, MANIFEST, ManifestError, checksum_o
 from zerofit.config.ds_json import bundled
 from zerofit.models.inputs import TableInputs, inputs_to_dict
 from zerofit.report.traces import measured_kernels, read_trace
-from zerofit.simulate.forecast.baseline import read_baseline
+from zerofit.simulate.forecast.result import read_baseline
 from zerofit.spec.device_file import read_device
 from zerofit.spec.errors import UserError
 from zerofit.spec.local_machine import calibration_file, read_calibration

@@ -159,7 +159,7 @@ def _read_baseline(options: dict[str, Any]) -> dict[str, object] | None:
             message = "--fail-above needs --baseline"
             raise UserError(Problem(kind="usage", message=message, hint=hint, where="--fail-above"))
         return None
-    from zerofit.simulate.forecast.baseline import read_baseline
+    from zerofit.simulate.forecast.result import read_baseline
 
     return read_baseline(options["baseline"])
 
@@ -279,7 +279,7 @@ def _simulate_run(target: str, as_json: bool, options: dict[str, Any]) -> Simula
 def _show_and_try_changes(result: Simulation, as_json: bool, options: dict[str, Any]) -> Simulation:
     """Compare the result with --baseline's file, show it, and simulate changes."""
     if options["base"] is not None:
-        from zerofit.simulate.forecast.baseline import compare_with
+        from zerofit.simulate.forecast.result import compare_with
 
         allowed = FAIL_ABOVE if options["fail_above"] is None else options["fail_above"]
         result = replace(result, against=compare_with(options["base"], result, options["baseline"], allowed))

@@ -16,22 +16,23 @@ from zerofit.features.checkpointing import Checkpointing
 from zerofit.models.inputs import Inputs
 from zerofit.report.html_table import html_table
 from zerofit.simulate.endings import MAY_FIT, optional
-from zerofit.simulate.forecast.baseline import BaselineComparison
 from zerofit.simulate.forecast.verdict import ORDER, Overhead
 from zerofit.simulate.memory.alloc_conf import read_alloc_conf
 from zerofit.simulate.memory.allocator import Event as AllocatorEvent
 from zerofit.simulate.memory.snapshot import AllocationOrigin, snapshot_of
 from zerofit.simulate.record import CollectiveCalls, MemoryPoint, RankPhase, ScriptFacts
-from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.files import field_data, plain_data
-from zerofit.spec.foreign import refused
+from zerofit.spec.foreign import Unreadable, parse_json, refused
 from zerofit.spec.overhead import RESERVED_MORE, RESERVED_MORE_RANKS
 from zerofit.spec.run_folder import Layout
 from zerofit.spec.units import shown_bytes
 
 T = TypeVar("T")
 ALIKE = 0.02  # of a step's time, below the error of its forecast
+HINT = "write one with: zerofit simulate ... --json > base.json"
+SAME = ("device", "world_size", "rank")  # must be equal for a comparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,3 +343,70 @@ def severity(simulation: Simulation) -> tuple[int, int]:
     It is largest for the worst of several ranks.
     """
     return ORDER.index(simulation.verdict), simulation.reserved_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselineComparison:
+    """The difference between the peaks of a simulation and an earlier one."""
+
+    baseline: str  # the file
+    base_bytes: int
+    added_bytes: int  # negative: saved
+    allowed: float  # relative to base_bytes
+    no_longer_fits: bool
+    exceeded: bool  # whether the change adds more than allowed, or the run no longer fits
+    because: str
+
+    @property
+    def added(self) -> float:
+        """The added bytes, relative to the baseline."""
+        return self.added_bytes / self.base_bytes
+
+
+def read_baseline(path: Path) -> dict[str, object]:
+    """Read the output of an earlier `zerofit simulate --json`.
+
+    It is the last line of the file. Raises UserError.
+    """
+    with refused(path, kind="baseline", hint=HINT, where="--baseline"):
+        lines = path.read_bytes().strip().splitlines() or [b""]
+        found = parse_json(lines[-1])
+        if not isinstance(found, dict) or not {*SAME, "peak_bytes", "fits"} <= found.keys():
+            raise Unreadable("it contains no simulation")
+        if not isinstance(found["peak_bytes"], int) or found["peak_bytes"] <= 0:
+            raise Unreadable(f"peak_bytes must be a positive number of bytes, not {found['peak_bytes']!r:.40}")
+        return found
+
+
+def compare_with(base: dict[str, object], now: Simulation, path: Path, allowed: float) -> BaselineComparison:
+    """Compare a simulation with an earlier one.
+
+    Raises UserError if rank, world size or device differ.
+    """
+    problems = Problems()
+    for name in SAME:
+        if base[name] != getattr(now, name):
+            message = f"{path} has {name.replace('_', ' ')} {base[name]}, but this simulation has {getattr(now, name)}"
+            problems.add("baseline", message, "simulate both with the same setting", "--baseline")
+    problems.raise_if_any()
+    base_bytes = base["peak_bytes"]
+    assert isinstance(base_bytes, int)  # `read_baseline` refuses others
+    added, lost = now.peak_bytes - base_bytes, bool(base["fits"]) and not now.fits
+    return BaselineComparison(
+        baseline=str(path),
+        base_bytes=base_bytes,
+        added_bytes=added,
+        allowed=allowed,
+        no_longer_fits=lost,
+        exceeded=lost or added > allowed * base_bytes,
+        because=_sentence(now, added, base_bytes, lost),
+    )
+
+
+def _sentence(now: Simulation, added: int, before: int, lost: bool) -> str:
+    if added == 0 and not lost:
+        return f"the peak is unchanged, {shown_bytes(before)}"
+    change = f"{'adds' if added >= 0 else 'saves'} {shown_bytes(abs(added))} ({added / before:+.2%})"
+    where = f" at {now.peak_at.own or now.peak_at.line} in {now.peak_phase}" if added > 0 else ""
+    end = f", and no longer fits on {now.device}" if lost else ""
+    return f"this change {change}{where}{end}: the peak was {shown_bytes(before)}, now {shown_bytes(now.peak_bytes)}"
