@@ -25,8 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from zerofit.models.build import expert_places
 from zerofit.models.quantized import elements, source_of_bits, statistics_bytes
 from zerofit.simulate.costs.kernels import KernelCall, call_of, kernels_of
-from zerofit.simulate.costs.traced_experts import STAND_INS
-from zerofit.simulate.costs.traced_model import TracedModel
+from zerofit.simulate.costs.traced_model import STAND_INS, TracedModel
 from zerofit.simulate.ops import shortcuts
 from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, Scratch, added_to
 from zerofit.spec.profile import BackwardMoment, Kernel, LayerCost, LayerRun, Linear, ModuleCall

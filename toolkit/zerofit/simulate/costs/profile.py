@@ -27,8 +27,7 @@ from zerofit.models.liger import fused_linear_loss, fused_loss
 from zerofit.models.sections import ModelSection, watched
 from zerofit.models.titan import TitanModel
 from zerofit.simulate.costs.layers import MICRO_BATCHES, ProfileRecorder, cost_of, layer_of
-from zerofit.simulate.costs.traced_experts import without_ranks
-from zerofit.simulate.costs.traced_model import TracedModel, TraceSetting, cast_by_zero3, make_subject
+from zerofit.simulate.costs.traced_model import TracedModel, TraceSetting, cast_by_zero3, make_subject, without_ranks
 from zerofit.simulate.fakes.kernels import as_on
 from zerofit.simulate.fakes.quantized import traced_bits
 from zerofit.simulate.ops.costs import scratch_on

@@ -160,7 +160,7 @@ def _rank_model(target: SimulationTarget) -> nn.Module:
         model = build(replace(source_of(run), pretrained=None), target.inputs, dict(run.model_args))
     if target.job.layout.ep > 1:
         with deepspeed_quiet():
-            from zerofit.simulate.costs.traced_experts import spread
+            from zerofit.simulate.costs.traced_model import spread
         spread(model, target.job.layout.ep)
     return model
 
