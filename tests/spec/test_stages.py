@@ -7,7 +7,7 @@ import random
 import pytest
 from deepspeed.runtime.utils import partition_balanced
 
-from zerofit.config.pipelines import most_stages
+from zerofit.config.validate import most_stages
 from zerofit.spec.model_facts import LayerFacts
 from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Layout

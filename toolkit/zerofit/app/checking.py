@@ -27,7 +27,7 @@ from zerofit.check.scan import SyntaxFault
 from zerofit.check.subject import GivenArgument, RequestedValue, TargetHardware, UnclearValue
 from zerofit.config.decide import PAIRS
 from zerofit.config.ds_json import find_config, for_run, is_bundled, read_document, read_text
-from zerofit.config.pipelines import most_stages
+from zerofit.config.validate import most_stages
 from zerofit.report.html_table import html_table
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError

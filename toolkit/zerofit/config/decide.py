@@ -17,8 +17,7 @@ from zerofit.check.dotted import get
 from zerofit.check.finding import Finding
 from zerofit.check.subject import TargetHardware
 from zerofit.config.batch import check_shares, solve, solve_by_rank
-from zerofit.config.pipelines import check_schedule
-from zerofit.config.validate import check_averages, check_combination, check_optimizer, check_part
+from zerofit.config.validate import check_averages, check_combination, check_optimizer, check_part, check_schedule
 from zerofit.features.optimizers import OPTIMIZERS, of_json, run_name, usual_optimizer
 from zerofit.features.optimizers.adamw import ADAMW
 from zerofit.spec.errors import Problems

@@ -9,7 +9,7 @@ from typing import Any
 from zerofit.check.dotted import autos, drop, get, leaves, put
 from zerofit.check.subject import ZERO
 from zerofit.config.decide import Decision
-from zerofit.config.pipelines import PIPE_PARTITIONED
+from zerofit.config.validate import PIPE_PARTITIONED
 from zerofit.features.optimizer import TORCH_PARAMS
 from zerofit.features.optimizers import ENTRIES, OPTIMIZERS, of_json
 from zerofit.features.optimizers.adamw import ADAMW

@@ -290,7 +290,7 @@ def _no_match(request: PlanRequest) -> Problem:
 
 def _sharding(degrees: Degrees, cluster: Cluster, request: PlanRequest) -> Iterator[tuple[int, Offload, Offload]]:
     keep = request.keep
-    least = 0 if degrees.ep == 1 and request.schedule != "dualpipev" else 1  # DualPipeV: config/pipelines.py
+    least = 0 if degrees.ep == 1 and request.schedule != "dualpipev" else 1  # DualPipeV: config/validate.py
     most = 1 if degrees.pp > 1 else 3  # the limit of DeepSpeed's pipeline (pipe/engine.py:73)
     if "zero_stage" in keep and "offload_optimizer" in keep:  # the user's own combination
         if least <= keep["zero_stage"] <= most:

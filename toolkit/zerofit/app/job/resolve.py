@@ -17,9 +17,8 @@ from zerofit.check.aliases import documented_config
 from zerofit.check.document import Document, of_data
 from zerofit.config.decide import Decision, Kind, decide, where, with_recipe
 from zerofit.config.ds_json import read_for_run
-from zerofit.config.pipelines import most_stages
 from zerofit.config.resolve import resolve
-from zerofit.config.validate import check_machine, check_model
+from zerofit.config.validate import check_machine, check_model, most_stages
 from zerofit.data import Data, check_data, default_data, open_data
 from zerofit.data.tokenizer import has_tokenizer
 from zerofit.launch.host import this_machine
