@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import pickle
 import runpy
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
@@ -16,33 +18,40 @@ import accelerate  # noqa: F401  # its modules bind what is replaced below
 import deepspeed  # noqa: F401
 import torch
 import torch._dynamo  # zero.Init replaces Tensor.__new__: imported later, dynamo would fail in it
+import torch.distributed as dist
 import transformers.integrations.deepspeed  # noqa: F401
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import z3_leaf_module
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import _utils as pipes
+from torch.distributed.tensor import Replicate
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
 from zerofit.simulate.engine.partitions import GradientLog
 from zerofit.simulate.engine.phases import PhaseLog, phase_name
 from zerofit.simulate.engine.rank_record import record_of
+from zerofit.simulate.engine.stage_input import give_input
 from zerofit.simulate.fakes.device import install
 from zerofit.simulate.fakes.gpu_patches import apply_common
+from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.fakes.quantized import moments_of_eight_bits
 from zerofit.simulate.memory.categories import tag_owned_storages, tag_plain_optimizer, watch_gradient
 from zerofit.simulate.memory.snapshot import StackLog
 from zerofit.simulate.ops.costs import Scratch, scratch_on
 from zerofit.simulate.ops.issued import IssuedLog
 from zerofit.simulate.ops.tracker import own_line
-from zerofit.simulate.record import STEPS, RankRecord
+from zerofit.simulate.record import STEPS, RankRecord, ScriptStage, SentTensors
 from zerofit.simulate.script import distributed, files, gpu, host, kernels, lengths, pretrained, saved
 from zerofit.simulate.script.colocated import colocated_vllm
 from zerofit.simulate.script.command import ScriptTarget, rank_problems
 from zerofit.simulate.script.edits import edits
-from zerofit.simulate.script.errors import NotSimulated, ScriptStop
+from zerofit.simulate.script.errors import NotSimulated, ScriptStop, later_stage, not_simulated
 from zerofit.simulate.script.evaluation import Repeats, evaluate, evaluations, gather_to_save
 from zerofit.simulate.script.facts import BatchShapes, script_facts
 from zerofit.simulate.script.failures import failure, no_training
@@ -53,7 +62,6 @@ from zerofit.simulate.script.generation import generation
 from zerofit.simulate.script.launchers import LaunchedInside, launchers_inside, set_environment, spawned_ranks
 from zerofit.simulate.script.lengths import Lengths
 from zerofit.simulate.script.phases import ScriptPhases
-from zerofit.simulate.script.stages import StageJoints
 from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.spec.errors import Problem, UserError
 
@@ -314,3 +322,109 @@ def _run_as_main(target: ScriptTarget) -> None:
         runpy.run_module(command.script, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(command.script, run_name="__main__")
+
+
+class StageJoints:
+    """The shapes and dtypes that this rank's pipeline stage receives and sends."""
+
+    def __init__(self, received: SentTensors | None):
+        self._received = received
+        self.stage: ScriptStage | None = None  # None without a pipeline
+        self._sent: pipes._StageForwardMeta | None = None  # outputs of this rank's first PipelineStage (torch)
+
+    def join(self) -> None:
+        """Give each engine and torch stage of this process its input, and record what it sends."""
+        if hasattr(PipelineStage, "_warmup_forward_vote"):  # from torch 2.14 on
+            self._join_torch()
+        original: Callable[..., None] = PipelineEngine.__init__
+
+        @functools.wraps(original)
+        def init(engine: PipelineEngine, *args: object, **kwargs: object) -> None:
+            original(engine, *args, **kwargs)
+            self._join(engine)
+
+        replace_in(PipelineEngine, "__init__", init)
+
+    def _join(self, engine: PipelineEngine) -> None:
+        """Give one engine its input, and record what it sends.
+
+        Raises NotSimulated if its input is unknown. Shapes and dtypes are recorded when the engine sends them ahead of
+        the first tensors (runtime/pipe/engine.py, `_send_tensor_meta`).
+        """
+        topology, send = engine.grid._topo, engine._send_tensor_meta
+        stages = tuple(topology.get_coord(rank).pipe for rank in range(topology.world_size()))
+        self.stage = ScriptStage(stage=engine.stage_id, stage_of_rank=stages, sends=None)
+
+        def noted(buffer: Tensor | Sequence[Tensor], to: int) -> None:
+            buffers = [buffer] if isinstance(buffer, Tensor) else buffer
+            tensors = tuple((tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in buffers)
+            assert self.stage
+            sends = SentTensors(tensors=tensors, is_tuple=not isinstance(buffer, Tensor))
+            self.stage = replace(self.stage, sends=sends)
+            send(buffer, to)
+
+        vars(engine)["_send_tensor_meta"] = noted
+        if not engine.stage_id:
+            return
+        if self._received is None:
+            raise later_stage(engine.stage_id + 1)
+        if engine.is_pipe_partitioned:
+            hint = "simulate a rank of the first stage (--rank 0), or set pipeline.pipe_partitioned to false"
+            raise not_simulated("a pipeline stage whose input is partitioned by values on the device", hint)
+        sizes = [(shape, getattr(torch, dtype)) for shape, dtype in self._received.tensors]
+        sent = sizes, self._received.is_tuple
+        give_input(engine, lambda stage: sent)
+
+    def _join_torch(self) -> None:
+        """Give torch's stages their inputs.
+
+        They exchange the shapes of inputs before the first micro batch. Gradients from the next stage have the shapes
+        and dtypes of this stage's outputs. A later stage of the same rank receives the tensors that the earlier stage
+        sends. (torch.distributed.pipelining.PipelineStage: _send_meta, _recv_meta, _warmup_forward_vote,
+        _warmup_backward_result)
+        """
+
+        def own_vote(stage: PipelineStage, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
+            if self.stage is None:
+                # this rank's first stage; the ranks of a pipeline are assumed to be evenly spaced, e.g. 0, 4, 8
+                ranks = dist.get_process_group_ranks(stage.group)
+                distance = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+                of_rank = tuple(rank // distance % len(ranks) for rank in range(dist.get_world_size()))
+                self.stage = ScriptStage(stage=stage.group_rank, stage_of_rank=of_rank, sends=None)
+            static = not pipes.InferenceMode.needs_dynamic(stage._user_meta, has_backward)
+            vote = torch.tensor([int(static)], dtype=torch.int32, device=stage.device)
+            return vote if received_acc is None else vote * received_acc
+
+        def send_meta(stage: PipelineStage, meta: object, dst_stage: int) -> None:
+            assert self.stage
+            if isinstance(meta, pipes._StageForwardMeta) and self._sent is None:
+                self._sent = meta
+                if self.stage.stage < max(self.stage.stage_of_rank):  # otherwise to a later stage of an earlier rank
+                    self.stage = replace(self.stage, sends=SentTensors(torch_meta=pickle.dumps(meta).hex()))
+
+        def recv_meta(stage: PipelineStage, src_stage: int) -> object:
+            if src_stage > stage.stage_index:
+                outputs = stage._stage_meta.outputs
+                assert outputs is not None
+                return pipes._StageBackwardMeta(backward_metas=tuple(map(_gradient, outputs)))
+            if self._sent is not None:
+                return self._sent
+            if self._received is None:
+                raise later_stage(stage.stage_index + 1)
+            return pickle.loads(bytes.fromhex(self._received.torch_meta))
+
+        replace_in(PipelineStage, "_warmup_forward_vote", own_vote)
+        replace_in(PipelineStage, "_warmup_backward_result", lambda _, received_result: received_result)
+        replace_in(PipelineStage, "_send_meta", send_meta)
+        replace_in(PipelineStage, "_recv_meta", recv_meta)
+
+
+def _gradient(output: pipes._TensorMeta) -> pipes._TensorMeta | None:
+    """Return torch's description of an output's gradient; None without a gradient."""
+    if not output.requires_grad:
+        return None
+    if not isinstance(output, pipes._DTensorMeta):
+        return replace(output, requires_grad=False)
+    # a replicated DTensor's gradient may also arrive as a partial sum, which has the same size
+    placements = tuple(Replicate() if placement.is_partial() else placement for placement in output.placements)
+    return replace(output, requires_grad=False, placements=placements)
