@@ -53,8 +53,6 @@ MORE_ARGUMENTS = {
 }
 # modules that import each other for types only
 TYPE_CIRCLES = {
-    *("zerofit.compare.benchmark_task", "zerofit.compare.benchmark_task"),
-    *("zerofit.simulate.forecast.result", "zerofit.simulate.forecast.result"),
     *("zerofit.train.averaging", "zerofit.train.shard_index", "zerofit.train.trainer"),
 }
 COMMENTS = 0.034  # of all lines

@@ -21,13 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# torch documents both under this module, but does not export them
-# torch documents it under this name, without exporting it
-from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]
-    FileStore,
-    HashStore,  # pyright: ignore[reportPrivateImportUsage]
-    TCPStore,
-)
+# torch documents these under this module, but does not export them
+from torch.distributed import FileStore, HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn import functional as F
 
 from zerofit.doctor.measure_kernels import Stopwatch, measure_kernels
@@ -218,10 +213,6 @@ def main(job: MeasurementJob) -> None:
         dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    main(MeasurementJob(**json.loads(sys.argv[1])))
-
-
 class _Unit(nn.Module):
     """A matrix multiplication, then a norm with one small parameter."""
 
@@ -304,3 +295,7 @@ def _timed_pass(
     loss: list[Tensor] = []
     first_s = watch.timed(lambda: loss.append(forward()), 1)
     return first_s, watch.timed(lambda: ending(loss[0]), 1)
+
+
+if __name__ == "__main__":
+    main(MeasurementJob(**json.loads(sys.argv[1])))

@@ -139,7 +139,7 @@ def _read(adapter: TypeAdapter[T], value: object) -> T:
         raise InvalidMessage(f"{error.error_count()} faults") from None
 
 
-# One connection for each rank's guard, with lines of JSON (`watch.messages`); the guard opens it:
+# One connection for each rank's guard, with lines of JSON; the guard opens it:
 #
 #   guard                                        command (this class)
 #     hello: secret, rank, host            ──►   unknown connections are closed after HELLO_S

@@ -76,7 +76,7 @@ def _memory(points: tuple[MemoryPoint, ...], allocated: list[tuple[int, float]])
 #
 # Work on a stream starts at the latest of: the host's clock after the launch, the end of the stream's last work, and
 # the end of work that the script makes it wait for. Its length is the forecast of `plan.kernels` or
-# `plan.collectives`. On a CPU the host computes itself, so each piece of work also moves the host's clock.
+# `plan.kernels`. On a CPU the host computes itself, so each piece of work also moves the host's clock.
 
 
 @dataclass
