@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import zerofit as zf
-from zerofit.app.simulation.script_trace import _Clocks
+from zerofit.app.simulation.rank_trace import _Clocks
 from zerofit.plan.kernels import RankGroup, collective_s
 from zerofit.plan.rates import rates_of
 from zerofit.simulate.ops.issued import COPY, HOOKS, KERNEL, STEP, CommunicatingRanks, IssuedLog, IssuedWork

@@ -1,6 +1,6 @@
 """The program that reads a DeepSpeed JSON.
 
-It determines what "auto" means and how strict the JSON must be.
+It determines what "auto" means and how strict the JSON must be. Files of other programs are identified by their keys.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The index of a checkpoint that a DeepSpeed engine wrote, from metadata in its files."""
+"""The index of a checkpoint that a DeepSpeed engine wrote, from metadata in its files.
+
+Weights of tensor parallel ranks are joined by rules in the files, or by Megatron's rules.
+"""
 
 from __future__ import annotations
 

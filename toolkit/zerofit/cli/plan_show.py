@@ -1,4 +1,4 @@
-"""Print the answer of `zerofit plan`."""
+"""Print the answers of `zerofit plan`, also with `--serve` and `--method`."""
 
 from __future__ import annotations
 

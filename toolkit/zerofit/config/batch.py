@@ -1,4 +1,7 @@
-"""Global batch = micro batch x gradient accumulation steps x data parallel degree."""
+"""Global batch = micro batch x gradient accumulation steps x data parallel degree.
+
+Ranks of different speed may have different micro batches: from a list, or by measured speed.
+"""
 
 from __future__ import annotations
 

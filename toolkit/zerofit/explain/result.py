@@ -1,4 +1,4 @@
-"""The answer of `zerofit explain`, as `--json` prints it."""
+"""The answer of `zerofit explain`, as `--json` prints it, and the evidence for its cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Files for a scheduler: checks of user text, and writing without overwriting."""
+"""Job files for Slurm and Kubernetes.
+
+Text of the user is checked, and no file is overwritten.
+"""
 
 from __future__ import annotations
 

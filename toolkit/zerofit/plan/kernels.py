@@ -1,4 +1,7 @@
-"""Compute the seconds of kernels on a device: the longer of compute time and memory time."""
+"""Compute the seconds of kernels and collectives.
+
+A kernel takes the longer of compute time and memory time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimate the duration, the GPU hours and the cost of a full run with a layout."""
+"""Estimate duration, uncertainty, GPU hours and cost of a full run with a layout."""
 
 from __future__ import annotations
 

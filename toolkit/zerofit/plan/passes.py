@@ -1,6 +1,7 @@
 """Compute the seconds of each layer in one micro batch.
 
-The seconds include kernels, launches, hooks, and the collectives that a layer waits for.
+The seconds include kernels, launches, hooks, and the collectives that a layer waits for. Layers fetch parameters ahead
+and reduce gradients later.
 """
 
 from __future__ import annotations

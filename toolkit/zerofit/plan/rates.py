@@ -1,6 +1,7 @@
 """Estimate a cluster's rates.
 
-A rate is a peak of the catalog times an efficiency, or a measurement of `zerofit calibrate`.
+A rate is a peak of the catalog times an efficiency, or a measurement of `zerofit calibrate`. Fused attention has its
+own rates by kernel, GPU and length.
 """
 
 from __future__ import annotations

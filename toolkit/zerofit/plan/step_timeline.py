@@ -1,4 +1,7 @@
-"""Lay out a step on a timeline: the work of each stream of a rank over time."""
+"""Lay out a step on a timeline: the work of each stream of a rank over time.
+
+Overlapping work is slower, and pauses make all streams wait.
+"""
 
 from __future__ import annotations
 

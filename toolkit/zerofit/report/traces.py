@@ -1,4 +1,4 @@
-"""Read traces of steps: forecast by zerofit, or measured by torch.profiler."""
+"""Read and compare traces of steps: forecast by zerofit, or measured by torch.profiler."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@
     checkpoint     a gathered parameter
 
 Outside "generate", vLLM sleeps or stays awake. A phase has the bytes of each kind, so that a table can show them.
+Findings name problems, wasted memory, and the settings to change.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Save checkpoints: all ranks write and sync files, and rank 0 verifies and publishes them."""
+"""Save checkpoints: all ranks write and sync files, and rank 0 verifies and publishes them.
+
+Frozen weights are left out of checkpoints and identified by a checksum.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Split a model over any process group, by transformers' plan, with layers of AutoTP."""
+"""Split a model over any process group, by transformers' plan, with layers of AutoTP.
+
+With expert parallelism, DeepSpeed's AutoEP layers are used, and a rank builds only its own experts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Supervise one start of a run: receive the ranks' heartbeats, and end ranks on a failure."""
+"""Supervise one start of a run: receive the ranks' heartbeats, and end ranks on a failure.
+
+Messages from the ranks' guards are validated before use.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A run on many hosts, restarted from its newest checkpoint after a failure."""
+"""A run on many hosts, restarted from its newest checkpoint after a failure.
+
+With `--no-ssh`, each node starts its own ranks from launch specs in the run folder.
+"""
 
 from __future__ import annotations
 

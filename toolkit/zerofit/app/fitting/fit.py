@@ -1,4 +1,7 @@
-"""Choose everything that a run with `--fit` leaves open, and record the choice."""
+"""Choose everything that a run with `--fit` leaves open, and record the choice.
+
+Formulas forecast all options, and simulations decide which of them fit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`zerofit.plan`: find the layouts of a model that fit a cluster, and their speed."""
+"""`zerofit.plan`: find the layouts of a model that fit a cluster, and their speed.
+
+A plan has only a margin for fragmentation. Simulations replay every allocation of its best layouts.
+"""
 
 from __future__ import annotations
 

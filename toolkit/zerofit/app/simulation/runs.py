@@ -18,7 +18,7 @@ from zerofit.app.job.requests import as_request
 from zerofit.app.job.resolve import InputSource, ResolvedJob, cluster_machine, ds_name, resolve_job
 from zerofit.app.planning.job_forecast import traced_step_s
 from zerofit.app.planning.output_files import SNAPSHOT_FLAG, refuse_place, write_trace
-from zerofit.app.simulation.script_trace import trace_of_simulation
+from zerofit.app.simulation.rank_trace import trace_of_simulation
 from zerofit.models.inputs import Inputs
 from zerofit.simulate.endings import MAY_FIT, note_failed, optional
 from zerofit.simulate.forecast.assess import assess, decided

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from zerofit.app.planning.output_files import SNAPSHOT_FLAG, refuse_place, write_trace
+from zerofit.app.simulation.rank_trace import script_step_s, trace_of_script
 from zerofit.app.simulation.runs import stage_peaks
-from zerofit.app.simulation.script_trace import script_step_s, trace_of_script
 from zerofit.config.ds_json import write_for_trainer
 from zerofit.simulate.endings import MAY_FIT, note_failed, optional
 from zerofit.simulate.forecast.assess import SimulatedScriptRank, assess

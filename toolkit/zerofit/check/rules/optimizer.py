@@ -1,4 +1,4 @@
-"""The name of an optimizer, and the names and values of its parameters."""
+"""The names of optimizer and scheduler, and the names and values of their parameters."""
 
 from __future__ import annotations
 

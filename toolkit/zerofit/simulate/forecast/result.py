@@ -1,4 +1,4 @@
-"""Define the result of a simulation, and convert it for `zerofit simulate --json`.
+"""Define the result of a simulation, and compare it with an earlier simulation's `--json`.
 
 Imports no torch.
 """

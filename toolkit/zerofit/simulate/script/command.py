@@ -1,4 +1,4 @@
-"""Read the command that starts a user's training, including the launcher's options.
+"""Read the command that starts a user's training, and define the input of its simulation.
 
 Imports torch only if the launcher's parser imports it.
 """

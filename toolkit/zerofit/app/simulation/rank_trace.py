@@ -1,4 +1,4 @@
-"""The trace of a script's step, with each op at its forecast time."""
+"""Traces of a simulated rank's step, with forecast times: of a script's ops, or of a run's phases."""
 
 from __future__ import annotations
 
