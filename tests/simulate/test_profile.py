@@ -22,6 +22,7 @@ from zerofit.plan.time import Timer, model_flops
 from zerofit.simulate.costs.kernels import KernelCall, kernels_of
 from zerofit.simulate.costs.layers import envelope
 from zerofit.simulate.costs.profile import TraceSetting, profile_model
+from zerofit.simulate.fakes import kernels
 from zerofit.simulate.fakes.kernels import as_on
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.profile import NOTHING_SAVED, LayerCost, Linear, Profile, Savings, setting
@@ -162,11 +163,23 @@ def test_sequence_parallel_blocks_share_the_length(llama):
     assert half.sp_alltoall_bytes == Linear(per_sample=local * (2 + 2 * KV / HEADS))
 
 
+@pytest.mark.parametrize(("tp", "sp"), [(1, 4), (2, 2)])
+def test_more_ranks_than_heads_of_keys_exchange_repeated_heads(monkeypatch, tp, sp):
+    """The exchanges of a block as they run in the trace, against the formula; ulysses_sp.py:186 repeats the heads."""
+    sent = []
+    original = kernels._AllToAll.forward
+    monkeypatch.setattr(kernels._AllToAll, "forward", lambda ctx, x: (sent.append(x.nbytes), original(ctx, x))[1])
+    block = costs(traced("llama-tiny", TEXT, TraceSetting("bf16", tp=tp, sp=sp)), "bf16", False, tp, sp)["block"]
+    assert block.sp_alltoall_bytes.at(2) == sum(sent[:4])  # the first micro batch has two samples
+
+
 def test_tensor_ranks_exchange_their_own_heads():
     alone, beside = TraceSetting("bf16", sp=2), TraceSetting("bf16", tp=2, sp=2)
     profile = traced("llama-tiny", TEXT, alone, beside)
     one, both = (costs(profile, "bf16", False, tp, 2)["block"] for tp in (1, 2))
-    assert both.sp_alltoall_bytes.per_sample == one.sp_alltoall_bytes.per_sample / 2
+    # a tensor rank has half of the query heads, and its one head of keys is repeated
+    share = (HEADS + 2 * 2) / (2 * HEADS + 2 * KV)
+    assert both.sp_alltoall_bytes.per_sample == one.sp_alltoall_bytes.per_sample * share
     assert both.tp_allreduce_bytes == Linear(per_sample=2 * both.output_bytes.per_sample)
 
 

@@ -173,10 +173,12 @@ def _on_one_rank(cost: LayerCost, layer: LayerRun, config: Any, one: TraceSettin
     if one.sp > 1 and layer.name == "block":
         # Ulysses (Jacobs and others, 2023) sends queries and the output with all heads, keys and values with theirs:
         #   bytes = (2 * heads + 2 * kv heads) * head_dim of each token, and a tensor rank has its share of the heads
+        # Fewer heads of keys than ranks are repeated first, so that each rank gets one (ulysses_sp.py:186).
         heads = config.num_attention_heads
+        kv_heads = max(getattr(config, "num_key_value_heads", None) or heads, one.sp * one.tp)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size / heads
         width = head_dim * heads / config.hidden_size / one.tp  # of all heads, relative to the hidden size
-        share = (2 + 2 * (getattr(config, "num_key_value_heads", None) or heads) / heads) * width
+        share = (2 + 2 * kv_heads / heads) * width
         sent = Linear(fixed=share * out.fixed, per_sample=share * out.per_sample)
         cost = replace(cost, sp_alltoall_bytes=sent)
     return cost
