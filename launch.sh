@@ -18,7 +18,7 @@ if ! usable "$python"; then
     python=$here/.venv/bin/python
     if ! usable "$python"; then
         echo "zerofit is not in the active environment: installing it into $here/.venv (torch is large)" >&2
-        python3 -m venv --upgrade-deps "$here/.venv" >&2 # an older pip spends minutes choosing versions
+        python3 -m venv --upgrade-deps "$here/.venv" >&2 # older ones choose versions several times slower
         "$python" -m pip install --constraint "$here/.ci/constraints.txt" --editable "${here}[$extra]" >&2
         activate=$here/.venv/bin/activate
         echo "installed; next: source ${activate#"$PWD/"}" >&2
