@@ -76,7 +76,7 @@ def serve() -> None:
 
 
 def _serve(inbox: Path) -> None:
-    engines.SAMPLE_TOKENS = 4  # else the sample of a language model takes longer than its training
+    engines.SAMPLE_TOKENS = 2  # else the sample of a language model takes longer than its training
     # DeepSpeed refuses fp16 where a CPU has no instructions for it, although torch computes it everywhere
     type(get_accelerator()).is_fp16_supported = lambda _: True
     start(timeout=timedelta(minutes=30))  # the pool ends jobs that take too long
