@@ -166,6 +166,7 @@ PATCHES = {
         ["torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached"],
         [],
     ),
+    "missing_shapes": (["torch:ctc_loss"], []),
     "sparse_gradients": (["torch:embedding", "torch:embedding_bag", "torch.optim:SparseAdam.step"], []),
     "recurrent_layers": (
         [

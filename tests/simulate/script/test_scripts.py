@@ -345,6 +345,16 @@ parser.parse_args(["--bf16"])
         ),
         (ENGINE + "torch._C._cuda_getCurrentRawStream(0)\n", "train.py:7 calls the GPU's driver", "this kernel off"),
         (ENGINE + "torch.ones(3, device='cuda') @ torch.ones(4, device='cuda')\n", "train.py fails at", "own error"),
+        (
+            "import torch\ntorch.eye(9, device='cuda').to_sparse()\n",
+            "a sparse tensor cannot be simulated",
+            "index_add_",
+        ),
+        (
+            "import torch\nsums = torch.sparse.sum(torch.eye(9).to_sparse(), 1)\nprint(sums.values())\nsums.cuda()\n",
+            "a sparse tensor cannot be simulated",
+            "index_add_",
+        ),
         (ENGINE + "torch.bincount(torch.rand(9, device=0).long())\n", "depends on values that only a GPU", "masks"),
     ],
 )

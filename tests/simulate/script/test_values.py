@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.simulate.script.scripts import facts, refused, simulated
 from tests.simulate.script.test_files import TRAINED
@@ -324,3 +325,39 @@ assert scaler.get_scale() == 65536
 
 def test_tensors_that_share_memory_share_what_is_known_of_their_values(folder):
     simulated(SHARED + TRAINED, gpus=1)
+
+
+WITHOUT_RULES = """\
+import torch
+from torch.distributions import Beta, Binomial, Dirichlet
+from torch.nn.functional import ctc_loss
+
+layer = torch.nn.Linear(64, 512).cuda()
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9, fused=True)
+lengths, targets = torch.tensor([3, 20, 7, 9]), torch.ones(4, 30, dtype=torch.long)
+for i in range(50):
+    out = layer(torch.randn(96, 4, 64, device="cuda"))
+    scores = out.log_softmax(-1)
+    before = torch.cuda.memory_allocated()
+    loss = ctc_loss(scores, targets.cuda(), torch.full((4,), 96), lengths.cuda())
+    print("kept", torch.cuda.memory_allocated() - before)
+    loss = loss + ctc_loss(scores, targets.cuda(), [96] * 4, lengths.tolist())
+    rates = out.exp()
+    loss = loss + Beta(rates, rates).rsample().mean() + Dirichlet(rates).rsample().mean()
+    loss = loss + torch.fake_quantize_per_tensor_affine(out, 0.1, 0, -128, 127).mean()
+    assert Binomial(5, rates.sigmoid()).sample().shape == out.shape
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+raise SystemExit("not stopped")
+"""
+
+
+def test_ops_without_shape_rules_in_torch(folder):
+    """CTC keeps what torch's kernel on the host keeps; the other ops return what their arguments have."""
+    lengths, targets = torch.tensor([3, 20, 7, 9]), torch.ones(4, 30, dtype=torch.long)
+    scores = torch.randn(96, 4, 512).log_softmax(-1)
+    kept = sum(t.nbytes for t in torch.ops.aten._ctc_loss(scores, targets, torch.full((4,), 96), lengths))
+    most = f"- before <= {kept} + 8192"
+    text = WITHOUT_RULES.replace('print("kept", ', f"assert {kept} <= ").replace("- before)", most)
+    assert facts(simulated(text, gpus=1)).facts.ended == "stopped after 2 optimizer steps"

@@ -166,6 +166,11 @@ def _reduced(args: OpArguments, out: OpOutput) -> int:
     return whole.numel() * out.element_size() if args[2:3] != (0,) else 0
 
 
+def _padded_rows(args: OpArguments, out: OpOutput) -> int:
+    """Count the bytes of both matrices of a distance, each with two more columns."""
+    return sum(bytes_of(one) // one.shape[-1] * (one.shape[-1] + 2) for one in args[:2])
+
+
 def _flattened(tensors: object) -> int:
     """Count the bytes of NCCL's flat copy of a list of tensors."""
     # It makes none if their sizes differ.
@@ -173,7 +178,8 @@ def _flattened(tensors: object) -> int:
 
 
 # ATen/native: SoftMax.cpp, cuda/SoftMax.cu, layer_norm.cpp and cuda/layer_norm_kernel.cu copy tensors that are not
-# contiguous; Loss.cpp stores the loss of each element before it adds them up
+# contiguous; Loss.cpp stores the loss of each element before it adds them up. ReduceOps.cpp (logsumexp) stores
+# exponentials and maxima, Distance.cpp both matrices with their norms, LossCTC.cpp backward variables.
 _ANYWHERE: dict[str, Callable[[OpArguments, OpOutput], int]] = {
     "aten::_softmax": _copies(0),
     "aten::_log_softmax": _copies(0),
@@ -184,6 +190,10 @@ _ANYWHERE: dict[str, Callable[[OpArguments, OpOutput], int]] = {
     "aten::mse_loss": _reduced,
     "aten::smooth_l1_loss": _reduced,
     "aten::huber_loss": _reduced,
+    "aten::binary_cross_entropy_with_logits": lambda args, out: 2 * bytes_of(args[0]) - bytes_of(out),
+    "aten::logsumexp": lambda args, out: bytes_of(args[0]) + bytes_of(out),
+    "aten::_euclidean_dist": _padded_rows,
+    "aten::_ctc_loss_backward": lambda args, out: bytes_of(args[6]),
 }
 # Kind of device -> op -> bytes of (args, out). torch/csrc/distributed/c10d: Gloo's all-gather uses a flat copy of the
 # output, its reduce-scatter an all-reduced clone of the input. Both backends copy lists of tensors into flat tensors.

@@ -27,6 +27,20 @@ _AS_LONG_AS_ELEMENTS = {
     torch.ops.aten.binary_cross_entropy.default,
     torch.ops.aten.soft_margin_loss.default,
 }
+_ATEN = torch.ops.aten
+_CHOOSING = ("Max", "Min", "Sort", "Topk", "Kthvalue", "Median", "Nanmedian", "Mode")
+# op -> its variant in place, and autograd's nodes that call this variant unless a dispatch mode is active
+# (autograd/FunctionsManual.cpp, areAnyTensorSubclassLike)
+_IN_PLACE: dict[OpOverload, tuple[OpOverload, tuple[str, ...]]] = {
+    _ATEN.scatter_add.default: (_ATEN.scatter_add_.default, ("Gather", "Cummax", "Cummin")),
+    _ATEN.scatter.src: (_ATEN.scatter_.src, _CHOOSING),
+    _ATEN.index_add.default: (_ATEN.index_add_.default, ("IndexSelect",)),
+    _ATEN.index_put.default: (_ATEN.index_put_.default, ("Index",)),
+    _ATEN.put.default: (_ATEN.put_.default, ("Take",)),
+    _ATEN.masked_fill.Scalar: (_ATEN.masked_fill_.Scalar, ("Maximum", "Minimum")),
+    _ATEN.sub.Tensor: (_ATEN.sub_.Tensor, ("BinaryCrossEntropyWithLogits",)),
+    _ATEN.mul.Tensor: (_ATEN.mul_.Tensor, ("BinaryCrossEntropyWithLogits",)),
+}
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _CAT, _CAT_INTO = torch.ops.aten.cat.default, torch.ops.aten.cat.out
 
@@ -148,6 +162,7 @@ def run(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
 
     The output has the same shape, dtype and device in either case.
     """
+    func = _as_on_device(func, args)
     if (func.is_view or func is _UNSAFE_VIEW) and _is_unknown(args[0]):
         base = args[0]
         with in_kernel_invocation_manager(base.fake_mode):
@@ -165,6 +180,19 @@ def run(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
     if func is _CAT_INTO and _are_rows_alike([whole := kwargs["out"], *args[0]]) and len(whole) == _length(args[0]):
         return whole  # FakeTensorMode caches no op that writes into `out`
     return as_stored(func, args, repeated(func, args, kwargs))
+
+
+def _as_on_device(func: OpOverload, args: OpArguments) -> OpOverload:
+    """Return the op that autograd would call on the real machine."""
+    in_place, names = _IN_PLACE.get(func, (func, ()))
+    node = torch._C._current_autograd_node() if names else None
+    if node is None or node.name().partition("Backward")[0] not in names:
+        return func
+    # only the product of a loss's weights and targets, before any difference, is a new tensor
+    if func is _ATEN.mul.Tensor and _as_on_device not in node.metadata:
+        return func
+    node.metadata[_as_on_device] = True
+    return in_place
 
 
 def as_stored(func: OpOverload, args: OpArguments, out: OpOutput) -> OpOutput:

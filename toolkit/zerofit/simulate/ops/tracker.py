@@ -225,7 +225,7 @@ class AllocationTracker(TorchDispatchMode):
         older = added_to(func, args, sys._getframe(1).f_back)
         instead = None if older is None else self._index.get(_address(older))
         for tensor in touched:
-            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta" and tensor.layout is torch.strided:
                 if place is None and _address(tensor) not in self._index:
                     place = self._call_site()
                 self.track(tensor, name, place, instead)

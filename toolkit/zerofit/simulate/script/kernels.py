@@ -92,6 +92,56 @@ def synchronized_norms(meter: ScriptTracker) -> None:
     replace_in(SyncBatchNorm, "forward", staticmethod(forward))
 
 
+def missing_shapes(meter: ScriptTracker) -> None:
+    """Give ops for which torch has no shape rule the shapes of their outputs, mostly those of the first argument.
+
+    Beta and Dirichlet distributions, fake quantization, CTC and `SGD(fused=True)` use them. CTC reads its lengths on
+    the host, but not those of fakes. (aten/src/ATen/native/LossCTC.cpp)
+    (torch._subclasses.fake_impls.op_implementations_dict, torch.ctc_loss)
+    """
+    aten, loss_of = torch.ops.aten, torch.ctc_loss
+
+    def numbers(lengths: Tensor | list[int], most: int) -> list[int]:
+        known = meter.read(lengths, shapes=True) if isinstance(lengths, FakeTensor) else lengths
+        if known is None:
+            meter.note("ctc_loss of unknown lengths: assumed to be the longest", bound=True, here=True)
+        return [most] * len(lengths) if known is None else list(map(int, known))
+
+    def ctc_loss(
+        scores: Tensor, targets: Tensor, inputs: Tensor | list[int], lengths: Tensor | list[int], *rest: int
+    ) -> object:
+        return loss_of(scores, targets, numbers(inputs, len(scores)), numbers(lengths, targets.shape[-1]), *rest)
+
+    def ctc(
+        mode: FakeTensorMode, _: OpOverload, scores: Tensor, targets: Tensor, __: object, lengths: list[int], *___: int
+    ) -> object:
+        steps, samples, _classes = scores.shape
+        with mode:
+            return scores.new_empty(samples), scores.new_empty(samples, steps, 2 * max(lengths) + 1)
+
+    def alike(mode: FakeTensorMode, _: OpOverload, x: Tensor, *__: object, **___: object) -> object:
+        with mode:
+            return torch.empty_like(x)
+
+    def with_mask(mode: FakeTensorMode, _: OpOverload, x: Tensor, *__: object, **___: object) -> object:
+        with mode:
+            return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+
+    def of_scores(mode: FakeTensorMode, _: OpOverload, loss: Tensor, scores: Tensor, *__: object) -> object:
+        with mode:
+            return torch.empty_like(scores)
+
+    fake_impls.op_implementations_dict[aten._ctc_loss.default] = ctc
+    fake_impls.op_implementations_dict[aten._ctc_loss_backward.default] = of_scores
+    replace_in(torch, "ctc_loss", ctc_loss)
+    for op in (aten._sample_dirichlet, aten._standard_gamma_grad, aten._dirichlet_grad, aten.binomial):
+        fake_impls.op_implementations_dict[op.default] = alike
+    for op in (aten.fake_quantize_per_tensor_affine_cachemask, aten.fake_quantize_per_channel_affine_cachemask):
+        fake_impls.op_implementations_dict[op.default] = with_mask
+    for overload in ("default", "tensor_lr"):
+        fake_impls.op_implementations_dict[getattr(aten._fused_sgd_, overload)] = lambda *_, **__: None
+
+
 def sparse_gradients(meter: ScriptTracker) -> None:
     """Make sparse gradients of embeddings dense, since fakes cannot be sparse.
 

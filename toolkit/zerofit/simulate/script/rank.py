@@ -169,6 +169,7 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     for on_host in (host.parameters, host.parameter_data, host.tensor_values, host.compiling, host.triton_kernels):
         on_host(meter)
     kernels.sparse_gradients(meter)
+    kernels.missing_shapes(meter)
     host.lazy_modules(meter, partial(_watch, meter))
     host.autocast_types(meter)
     host.equality()

@@ -46,6 +46,7 @@ from zerofit.simulate.memory.ledger import DEVICE
 from zerofit.simulate.ops import shortcuts
 from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, Scratch, leaves_of
 from zerofit.simulate.ops.tracker import FUNCTIONAL, is_collective, is_counted
+from zerofit.simulate.script.errors import not_simulated
 from zerofit.simulate.script.value_tracker import HOLDS_NOTHING_BYTES, SIMULATED, ValueTracker
 from zerofit.simulate.script.values import KEPT_DATA, alike, forget, known_value
 
@@ -62,6 +63,7 @@ _FACTORIES = ("empty", "zeros", "ones", "full", "rand", "randn", "randint", "ara
 _NEW = tuple(f"aten::{name}" for name in _FACTORIES)
 _IS_PINNED = "aten::is_pinned"
 _PINNING = (_IS_PINNED, "aten::_pin_memory")
+_SPARSE = ("sparse_coo", "sparse_cs", "sparse_bs", "sparse_compressed", "to_sparse")  # fakes have no indices and values
 _PEER_TO_PEER = ("c10d::send", "c10d::recv_")
 _CAUGHT = re.compile(r"OutOfMemory|out of memory|should_reduce_batch_size")  # the last one is Accelerate's
 
@@ -227,6 +229,8 @@ class ScriptTracker(ValueTracker):
         self, func: OpOverload, name: str, args: OpArguments, kwargs: OpKeywords, leaves: list[Tensor]
     ) -> OpOutput:
         self.ops_on_fakes += 1
+        if any(layout in name for layout in _SPARSE) or any(t.layout is not torch.strided for t in leaves):
+            raise not_simulated("a sparse tensor", "use a dense tensor, or sum rows with index_add_ or scatter_add_")
         if func is _VALUE_OF:
             known = self.read(args[0])
             known = self.counted(args[0]) if known is None else known
