@@ -189,9 +189,10 @@ def _as_on_device(func: OpOverload, args: OpArguments) -> OpOverload:
     if node is None or node.name().partition("Backward")[0] not in names:
         return func
     # only the product of a loss's weights and targets, before any difference, is a new tensor
-    if func is _ATEN.mul.Tensor and _as_on_device not in node.metadata:
+    begun = cast("dict[object, bool]", node.metadata)  # torch types this attribute as a method
+    if func is _ATEN.mul.Tensor and _as_on_device not in begun:
         return func
-    node.metadata[_as_on_device] = True
+    begun[_as_on_device] = True
     return in_place
 
 

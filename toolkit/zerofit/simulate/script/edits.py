@@ -63,7 +63,8 @@ def repeated_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
     """
     best, found = 0, ("", list[nn.Module]())
     for path, module in unwrapped(model).named_modules():
-        blocks = list(module) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
+        children = list(module) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
+        blocks = [child for child in children if child is not None]  # libraries put None where a block has no layer
         size = sum(1 for block in blocks for _ in block.parameters())  # lazy ones have no elements yet
         if len(blocks) > 1 and len({type(block) for block in blocks}) == 1 and size > best:
             best, found = size, (path, blocks)

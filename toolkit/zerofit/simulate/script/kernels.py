@@ -108,7 +108,7 @@ def missing_shapes(meter: ScriptTracker) -> None:
         return [most] * len(lengths) if known is None else list(map(int, known))
 
     def ctc_loss(
-        scores: Tensor, targets: Tensor, inputs: Tensor | list[int], lengths: Tensor | list[int], *rest: int
+        scores: Tensor, targets: Tensor, inputs: Tensor | list[int], lengths: Tensor | list[int], *rest: Any
     ) -> object:
         return loss_of(scores, targets, numbers(inputs, len(scores)), numbers(lengths, targets.shape[-1]), *rest)
 
