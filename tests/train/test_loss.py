@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests.rollout.live_bytes import Live
 from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.train.loss import linear_cross_entropy, weighted_cross_entropy
 
@@ -57,6 +58,24 @@ def test_a_frozen_head_gets_no_gradient():
     functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum").backward()
     torch.testing.assert_close(hidden.grad, exact.grad)
     assert weight.grad is None
+
+
+@pytest.mark.parametrize("from_hidden", [True, False])
+def test_a_further_chunk_takes_no_more_memory(from_hidden):
+    """The logits of a chunk are freed before those of the next one exist."""
+
+    def peak(targets: int) -> int:
+        hidden, weight = torch.empty(targets, 8), torch.empty(1000, 8)
+        labels = torch.zeros(targets, dtype=torch.long)
+        given = (hidden if from_hidden else torch.empty(targets, 1000)).requires_grad_()
+        with Live() as live:
+            if from_hidden:
+                linear_cross_entropy(given, weight, labels, 16)
+            else:
+                weighted_cross_entropy(given, labels, 1.0, 16)
+        return live.peak - 2 * given.nbytes  # the input, of which chunks are views, and its gradient
+
+    assert abs(peak(64) - peak(16)) < 0.01 * 16 * 1000 * 4
 
 
 def test_a_scaled_loss_keeps_small_gradients_in_fp16():

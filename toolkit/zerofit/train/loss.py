@@ -79,12 +79,11 @@ class _FromHidden(torch.autograd.Function):
             total += loss
             if of_hidden is not None:
                 of_hidden[part] = gradient @ weight
-            if of_weight is None:
-                continue
-            if gradient.dtype == hidden.dtype == of_weight.dtype:
+            if of_weight is not None and gradient.dtype == hidden.dtype == of_weight.dtype:
                 of_weight.addmm_(gradient.t(), hidden[part])
-            else:
+            elif of_weight is not None:
                 of_weight += gradient.t() @ hidden[part]
+            del gradient  # must be freed before the next chunk's logits
         ctx.gradients, ctx.dtype = (of_hidden, of_weight), weight.dtype
         return total
 
@@ -111,6 +110,7 @@ class _Chunked(torch.autograd.Function):
             total += loss
             if gradient is not None:
                 gradient[part] = of_logits
+            del of_logits  # must be freed before the next chunk's softmax
         ctx.gradient = gradient
         return total
 
