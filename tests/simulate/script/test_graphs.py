@@ -31,6 +31,32 @@ for _ in range(50):
     optimizer.step()
     optimizer.zero_grad()
 """
+# as torch's docs capture a step: warm-up on a side stream, then everything in one graph
+WHOLE_STEP = """\
+import torch
+from torch import nn
+
+net = nn.Linear(512, 2048).cuda()
+optimizer = torch.optim.AdamW(net.parameters(), capturable=True)
+x = torch.randn(64, 512, device="cuda")
+stream = torch.cuda.Stream()
+stream.wait_stream(torch.cuda.current_stream())
+with torch.cuda.stream(stream):
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=True)
+        net(x).square().mean().backward()
+        optimizer.step()
+torch.cuda.current_stream().wait_stream(stream)
+graph = torch.cuda.CUDAGraph()
+optimizer.zero_grad(set_to_none=True)
+with torch.cuda.graph(graph):
+    net(x).square().mean().backward()
+    optimizer.step()
+for step in range(50):
+    x.copy_(torch.randn(64, 512))
+    graph.replay()
+    assert step < 2
+"""
 # transformers and torchtitan compile attention themselves, whatever the script compiles
 ATTENTION = """\
 import torch
@@ -57,6 +83,13 @@ def test_the_pool_of_a_graph_keeps_what_its_ops_used(folder):
     kept = (2 * 2048 - 512) * 4096 * 4
     assert result.breakdown["workspaces"] == kept + 3 * CUBLAS_HOPPER_BYTES  # of both threads and the graphs' stream
     assert any(note.text.startswith("CUDA graph: captured") and note.count == 2 for note in facts(result).facts.notes)
+
+
+def test_a_script_stops_after_replays_not_while_it_warms_up(folder):
+    result = simulated(WHOLE_STEP, gpus=1)
+    assert any(note.text.startswith("CUDA graph: captured") for note in facts(result).facts.notes)
+    assert facts(result).facts.accumulation == 1
+    assert result.breakdown["gradients"] == (512 + 1) * 2048 * 4  # in the pool: replays write into the same gradients
 
 
 def test_attention_that_a_library_compiles_stores_no_scores(folder):

@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
@@ -30,12 +31,21 @@ LOGPROBS = "log-probs"  # of the actor and of the reference, in reinforcement le
 WAITED = 10  # stop when the leading engine has made this many times the wanted steps, even if others have not
 
 
+@dataclass
+class _Capture:
+    """What a replay of a CUDA graph does."""
+
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)  # those that step
+    micro_batches: int = 0
+
+
 # A script does not use zerofit's loop, so phases follow from its calls:
 #
 #   with an engine      DeepSpeedEngine.__init__ -> init   forward -> forward   backward -> backward   step -> step
 #   without an engine   Module.__call__ of the outermost trained module -> forward
 #                       autograd.backward of a loss -> backward   hooks of torch's optimizers -> step
 #   a torch pipeline    PipelineStage.forward_one_chunk -> forward   backward_one_chunk and its weights' -> backward
+#   CUDA graphs         steps on a side stream warm up, and steps inside a capture count at each replay
 #
 # Calls that are made inside another of these calls belong to it: `_busy` and `_inside` count the depth.
 class ScriptPhases:
@@ -72,6 +82,9 @@ class ScriptPhases:
         self._ran: set[int] = set()  # ids of the modules that it contains, and of others that ran after it
         self._leading: object = None  # the first of this rank's pipeline stages (torch)
         self._updated: torch.optim.Optimizer | None = None  # an optimizer that stepped inside the running backward
+        self._captured: dict[int, _Capture] = {}  # by the id of a CUDA graph
+        self._capture: _Capture | None = None  # of the graph that is being captured
+        self._warm_ups = 0  # optimizer steps on side streams before any capture
 
     def cut(self) -> None:
         """Wrap the engines, optimizers and models that scripts train, for the rest of this process."""
@@ -88,6 +101,14 @@ class ScriptPhases:
         ):
             method = getattr(engine, name)
             setattr(engine, name, functools.wraps(method)(wrap(method)))
+        if torch.cuda.is_available():
+            graph = torch.cuda.CUDAGraph
+            for name, wrap in (
+                ("capture_begin", self._begin_capture),
+                ("capture_end", self._end_capture),
+                ("replay", self._replay),
+            ):
+                setattr(graph, name, wrap(getattr(graph, name)))
         register_optimizer_step_pre_hook(self._before_optimizer)
         register_optimizer_step_post_hook(self._after_optimizer)
         backward = torch.autograd.backward
@@ -301,7 +322,55 @@ class ScriptPhases:
             self.optimizers.append(optimizer)
         if optimizer is self._stepping:
             self._stepping = None
-            self._stepped(optimizer, [o for o in self.optimizers if o is optimizer or id(o) in self.steps])
+            if self._capture is not None:
+                self._capture.optimizers.append(optimizer)
+            elif self._warms_up():
+                self._warm_ups += 1
+                self.micro_batches = 0
+                self.log.begin("forward")
+            else:
+                self._count(optimizer)
+
+    def _count(self, optimizer: torch.optim.Optimizer) -> None:
+        self._stepped(optimizer, [o for o in self.optimizers if o is optimizer or id(o) in self.steps])
+
+    # --- CUDA graphs ---
+
+    def _warms_up(self) -> bool:
+        """Return whether a step is one before a capture, which torch's docs run on a side stream.
+
+        The capture allocates in a pool of its own, so the script must not stop before it.
+        """
+        if self._captured or self._warm_ups >= WAITED * self.wanted or not torch.cuda.is_available():
+            return False
+        return torch.cuda.current_stream() != torch.cuda.default_stream()
+
+    def _begin_capture(self, method: Callable[..., object]) -> Callable[..., object]:
+        def capture_begin(graph: torch.cuda.CUDAGraph, *args: object, **kwargs: object) -> object:
+            self._capture = self._captured[id(graph)] = _Capture(micro_batches=-self.micro_batches)
+            return method(graph, *args, **kwargs)
+
+        return capture_begin
+
+    def _end_capture(self, method: Callable[..., object]) -> Callable[..., object]:
+        def capture_end(graph: torch.cuda.CUDAGraph) -> object:
+            if self._capture is not None:
+                self._capture.micro_batches += self.micro_batches
+                self.micro_batches -= self._capture.micro_batches
+                self._capture = None
+            return method(graph)
+
+        return capture_end
+
+    def _replay(self, method: Callable[..., object]) -> Callable[..., object]:
+        def replay(graph: torch.cuda.CUDAGraph) -> None:
+            method(graph)
+            capture = self._captured.get(id(graph), _Capture())
+            self.micro_batches += capture.micro_batches
+            for optimizer in capture.optimizers:
+                self._count(optimizer)
+
+        return replay
 
 
 def has_optimizer(engine: DeepSpeedEngine) -> bool:
