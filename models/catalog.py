@@ -283,6 +283,8 @@ def read_config(file: Path) -> Config:
             hint = f"for a run folder use {file.parent}/model (its weights) or {file.parent}/run.json (the run)"
         if (file.parent / "adapter_config.json").is_file():
             hint = f"it has adapters; `zerofit ckpt export {file.parent} OUT --merge` writes the full model"
+        if snapshots := sorted(file.parent.glob("snapshots/*/config.json"), key=lambda path: path.stat().st_mtime):
+            hint = f"it is a folder of the hub's cache: use {snapshots[-1].parent}"
         raise ModelError("unknown-model", f"{file.parent} has no config.json", hint)
     try:
         config = read_json(file)

@@ -56,6 +56,8 @@ def make_config(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> 
     model_type = base["model_type"]
     if model_type not in CONFIG_MAPPING:
         hint = nearest(model_type, CONFIG_MAPPING.keys(), "use a model_type of this transformers version")
+        if "auto_map" in base:  # the model is Python code in its own repository
+            hint = "simulate your training script, which loads the model's own code: zerofit simulate -- COMMAND"
         raise ModelError("model-config", f"{source.name}: transformers has no model_type {model_type!r}", hint)
     cls = CONFIG_MAPPING[model_type]
     merged = _merge(cls, base, args, source.name)

@@ -170,3 +170,19 @@ def test_weights_that_stay_quantized_are_not_trained(tmp_path):
 def test_a_width_that_is_none_is_not_counted_with():
     assert width(64, 10_000) == 64
     assert [width(of_config, 10_000) for of_config in (None, 0, -3, [[]], "a", True)] == [100] * 6
+
+
+def test_a_model_with_code_of_its_own_is_simulated_with_its_script(tmp_path):
+    own = {"model_type": "my_llm", "auto_map": {"AutoModelForCausalLM": "modeling_my_llm.MyForCausalLM"}}
+    with pytest.raises(ModelError, match="no model_type 'my_llm'") as caught:
+        make_config(find(written(tmp_path, **own)), None, {})
+    assert "zerofit simulate -- COMMAND" in caught.value.hint
+
+
+def test_a_folder_of_the_hubs_cache_names_its_newest_snapshot(tmp_path):
+    for name in ("a" * 40, "b" * 40):
+        (snapshot := tmp_path / "models--org--name" / "snapshots" / name).mkdir(parents=True)
+        written(snapshot)
+    with pytest.raises(ModelError, match="has no config") as caught:
+        find(str(tmp_path / "models--org--name"))
+    assert caught.value.hint.endswith(f"use {snapshot}") and make_config(find(str(snapshot)), None, {})
