@@ -13,8 +13,10 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from zerofit.checkpoint.safe_load import NORESERVE, copy_numbers, load
+from zerofit.checkpoint.safe_load import NORESERVE, copy_numbers, load, load_metadata
 from zerofit.spec.errors import UserError
 
 
@@ -143,3 +145,16 @@ def test_large_tensors_are_read_from_the_file(tmp_path):
         file.truncate(1 << 18)
     with pytest.raises(UserError, match="shorter"):
         copy_numbers(torch.empty(len(stored)), stored)
+
+
+def test_metadata_of_python_before_3_11_4_is_read(tmp_path, monkeypatch):
+    """It pickles a member of an enum as `getattr(class, name)`, which is refused for everything else."""
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda member, _: (getattr, (type(member), member.name)))
+    dcp.save({"weight": torch.arange(6.0).reshape(2, 3)}, checkpoint_id=tmp_path)
+    file = tmp_path / ".metadata"
+    assert b"getattr" in file.read_bytes()
+    assert load_metadata(file).state_dict_metadata["weight"].size == (2, 3)
+    monkeypatch.setattr(Payload, "__reduce__", lambda payload: (getattr, (torch.Size, "count")))
+    file.write_bytes(pickle.dumps(Payload(tmp_path)))
+    with pytest.raises(UserError, match=r"builtins\.getattr, which could run code"):
+        load_metadata(file)

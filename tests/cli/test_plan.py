@@ -179,7 +179,10 @@ def test_bad_input_is_said_all_at_once(stored, tmp_path):
     assert problems[2]["hint"] == "did you mean h100-80gb or h100-pcie-80gb?"
     assert refused(*stored[:2], "--gpu", "rtx-4090")[0]["hint"] == "did you mean rtx4090?"
     assert refused(*stored, "--tensor-parallel", 5, "--gpus", 5)[0]["hint"] == "possible degrees: 1, 2, 4, 8"
-    assert refused(*stored, "--tensor-parallel", 5, "--gpus", 24)[0]["hint"] == "possible degrees: 2, 4, 8"
+    assert (
+        refused(*stored, "--tensor-parallel", 5, "--gpus", 24)[0]["hint"]
+        == "use a multiple of 5 ranks, or a degree that divides 24"
+    )
     assert refused(*stored, "--micro-batch", 3, "--global-batch", 64)[0]["kind"] == "batch-size"
     assert refused()[0]["where"] == "MODEL"
     assert refused(*stored, "llama-tiny")[0]["kind"] == "usage"

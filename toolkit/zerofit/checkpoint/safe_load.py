@@ -216,10 +216,18 @@ class _Fields:
         self.__dict__.update({"dtype": state[0]} if isinstance(state, tuple) else state)
 
 
+def _member_of_metadata(kind: object, name: str) -> _Fields:
+    """Replace `getattr` in metadata, as `_member` does in torch files. No member of its enum is needed."""
+    if kind is not _Fields:
+        raise pickle.UnpicklingError("GLOBAL builtins.getattr was not an allowed global")
+    return _Fields()
+
+
 METADATA_CLASSES = ("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata")
 METADATA_CLASSES += ("ChunkStorageMetadata", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING")
 PLAIN: dict[tuple[str, str], object] = {
     ("torch", "Size"): torch.Size,
+    ("builtins", "getattr"): _member_of_metadata,
     ("torch.serialization", "_get_layout"): str,
     ("collections", "OrderedDict"): OrderedDict,
     ("pathlib", "PosixPath"): PurePosixPath,
