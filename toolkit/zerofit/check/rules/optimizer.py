@@ -89,21 +89,27 @@ def _variant(c: CheckSubject, variants: Mapping[str, list[str]]) -> str:
     return "fused" if "fused" in variants else "torch"
 
 
+def _quoted_number(path: str, key: str, value: str, why: str) -> Finding:
+    """Return the finding about a parameter whose number is in quotes."""
+    meant = as_number(value)
+    return Finding(
+        code="number-as-string",
+        path=path,
+        message=f"{key} is the string {value!r}",
+        why=why,
+        fix="write it without quotes",
+        edits=(Assignment(path, meant),) if meant is not None else (),
+    )
+
+
 def _number(c: CheckSubject, key: str, value: object) -> Iterator[Finding]:
     """Check that a parameter is a number, and not negative."""
     if value is None or value == "auto":
         return
     path = f"{PARAMS}.{key}"
     if isinstance(value, str):
-        meant = as_number(value)
-        yield Finding(
-            code="number-as-string",
-            path=path,
-            message=f"{key} is the string {value!r}",
-            why="DeepSpeed fails on it: \"'<=' not supported between instances of 'float' and 'str'\"",
-            fix="write it without quotes",
-            edits=(Assignment(path, meant),) if meant is not None else (),
-        )
+        why = "DeepSpeed fails on it: \"'<=' not supported between instances of 'float' and 'str'\""
+        yield _quoted_number(path, key, value, why)
     elif isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or (key == "lr" and value == 0):
         yield Finding(
             code="optimizer-value",
@@ -163,15 +169,8 @@ def scheduler_values(c: CheckSubject) -> Iterator[Finding]:
     for key, value in c.section(SCHEDULER_PARAMS).items():
         path = f"{SCHEDULER_PARAMS}.{key}"
         if isinstance(value, str) and value != "auto" and key not in ("warmup_type", "warmup_num_steps"):
-            meant = as_number(value)
-            yield Finding(
-                code="number-as-string",
-                path=path,
-                message=f"{key} is the string {value!r}",
-                why="DeepSpeed passes the string to the scheduler, which fails to compute with it",
-                fix="write it without quotes",
-                edits=(Assignment(path, meant),) if meant is not None else (),
-            )
+            why = "DeepSpeed passes the string to the scheduler, which fails to compute with it"
+            yield _quoted_number(path, key, value, why)
         number = c.number(path)
         if number is not None and ((key in LEARNING_RATES and number < 0) or (key == "total_num_steps" and number < 1)):
             yield Finding(
