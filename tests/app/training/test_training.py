@@ -10,7 +10,7 @@ import pytest
 
 import zerofit as zf
 from zerofit.app.training.run_ranks import metrics_event
-from zerofit.spec.overhead import CPU_HEAP, CPU_LIBRARY_BYTES, CPU_PROCESS_BYTES
+from zerofit.spec.overhead import CPU_HEAP, CPU_PROCESS_BYTES
 
 MLP = {"model": "mlp", "data": "digits", "ranks": 1, "eval_samples": 16}
 LARGEST_BYTES = 4 * 64 * 256  # its largest parameter
@@ -30,7 +30,7 @@ def test_in_a_thread_with_what_happens_told(tmp_path):
     assert kinds >= {"phase", "training", "metrics", "evaluated", "saved"}
     assert "<td>12</td>" in result._repr_html_()
     forecast = json.loads((tmp_path / "run" / "plan.json").read_text())["forecast"]
-    wanted = forecast["reserved_bytes"] + forecast["beside_bytes"] + CPU_LIBRARY_BYTES
+    wanted = forecast["reserved_bytes"] + forecast["beside_bytes"]
     assert result.against_forecast["memory_bytes"]["forecast"] == wanted
     low, high = CPU_PROCESS_BYTES["torch"]
     assert abs(result.against_forecast["memory_bytes"]["difference"]) < 0.15
