@@ -139,7 +139,7 @@ def _figure(histories: dict[str, list[Record]], validated: dict[str, list[Record
 
 
 def _draw_memory(axes: Axes, steps: list[Record], label: str) -> None:
-    """Draw torch's reserved memory (on CPUs the resident memory). A dashed line is the forecast."""
+    """Draw torch's reserved memory (on CPUs the private memory). A dashed line is the forecast."""
 
     def gib(*keys: str) -> Callable[[Record], float | None]:
         return lambda record: next((size / 2**30 for key in keys if (size := number_in(record, key))), None)
