@@ -124,3 +124,27 @@ def test_layers_inside_torch_func_and_jagged_tensors(folder):
 def test_an_error_of_a_hook_is_the_scripts_error(folder):
     problem = refused(BROKEN)
     assert "IndexError: list index out of range" in problem.message and problem.where == "train.py:4"
+
+
+# Lightning Fabric's way: the script steps the engine's optimizer, not the engine
+DIRECT = """\
+import deepspeed
+import torch
+
+net = torch.nn.Linear(64, 64)
+config = {"train_micro_batch_size_per_gpu": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3},
+          "optimizer": {"type": "AdamW"}}
+engine, optimizer, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
+for _ in range(50):
+    engine.backward(engine(torch.randn(8, 64, device=engine.device, dtype=torch.bfloat16)).sum())
+    STEP
+"""
+
+
+def test_a_step_of_an_engines_optimizer_is_one_of_the_engine(folder):
+    by_engine, direct = (
+        simulated(DIRECT.replace("STEP", step)) for step in ("engine.step()", "optimizer.step(); optimizer.zero_grad()")
+    )
+    assert [p.name for p in direct.phases if p.step >= 0] == 2 * ["forward", "backward", "step"]
+    assert [p.name for p in by_engine.phases] == [p.name for p in direct.phases]
+    assert [p.peak_bytes for p in by_engine.phases] == [p.peak_bytes for p in direct.phases]

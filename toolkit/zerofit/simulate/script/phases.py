@@ -7,6 +7,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
@@ -124,8 +125,22 @@ class ScriptPhases:
             self.log.begin("init")
             self._within(method, engine, *args, **kwargs)
             self.engines.append(engine)
+            if has_optimizer(engine):
+                # Lightning Fabric 2.6 makes the steps of DeepSpeed's optimizer itself, without `engine.step`
+                engine.optimizer.step = MethodType(self._direct_step(engine), engine.optimizer)
 
         return init
+
+    def _direct_step(self, engine: DeepSpeedEngine) -> Callable[..., object]:
+        method = engine.optimizer.step
+
+        @functools.wraps(method)
+        def step(_: object, *args: object, **kwargs: object) -> object:
+            if self._busy:
+                return method(*args, **kwargs)
+            return self._engine_step(engine, method, *args, **kwargs)
+
+        return step
 
     def _init_pipeline(self, method: Callable[..., None]) -> Callable[..., None]:
         def init(engine: DeepSpeedEngine, *args: object, **kwargs: object) -> None:
@@ -172,16 +187,20 @@ class ScriptPhases:
 
     def _step(self, method: Callable[..., object]) -> Callable[..., object]:
         def step(engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:
-            boundary = engine.is_gradient_accumulation_boundary()
+            if engine.is_gradient_accumulation_boundary():
+                return self._engine_step(engine, method, engine, *args, **kwargs)
             self.log.begin("step")
             out = self._within(method, engine, *args, **kwargs)
-            if boundary:
-                self._stepped(engine, list(filter(has_optimizer, self.engines)))
-            else:
-                self.log.begin("forward")  # loading the next batch belongs to it
+            self.log.begin("forward")  # loading the next batch belongs to it
             return out
 
         return step
+
+    def _engine_step(self, engine: object, method: Callable[..., object], *args: object, **kwargs: object) -> object:
+        self.log.begin("step")
+        out = self._within(method, *args, **kwargs)
+        self._stepped(engine, list(filter(has_optimizer, self.engines)))
+        return out
 
     def _within(
         self, method: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
