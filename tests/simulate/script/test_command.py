@@ -82,6 +82,7 @@ def test_files_of_launchers(tmp_path: Path):
     found = read(f"accelerate launch --config_file {config} train.py")
     assert (found.gpus, found.nodes, found.ranks) == (4, 2, 8)
     assert read(f"accelerate launch --config_file {config} --num_processes 2 train.py").gpus == 1
+    assert read(f"accelerate launch --cpu --config_file {config} train.py").ranks == 8
 
 
 def test_deepspeed_adds_the_local_rank():

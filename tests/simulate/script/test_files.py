@@ -54,13 +54,18 @@ assert np.load("latest.npy").sum() == 10
 database = sqlite3.connect(database="log.db")
 database.execute("create table t(x)")
 database.close()
+from sqlite3 import dbapi2  # as SQLAlchemy imports it
+uris = ("file:uri%20.db?mode=rwc", "file::memory:", "file:x?mode=memory")
+for name, is_uri in (("more.db", False), ("", False), *((uri, True) for uri in uris)):
+    dbapi2.connect(name, uri=is_uri).execute("create table t(x)")
 logging.FileHandler("train.log").close()
 torch.save(torch.arange(6), "ids.pt")
 os.replace(src="ids.pt", dst="best.pt")
 assert torch.load("best.pt").sum().item() == 15 and not os.path.exists("ids.pt")
 os.chdir(before)
 found = sorted(name for _, _, names in os.walk("outputs") for name in names)
-assert found == ["args.json", "best.pt", "latest.npy", "log.db", "map.bin", "stats.npy", "train.log"], found
+written = ["args.json", "best.pt", "latest.npy", "log.db", "map.bin", "more.db", "stats.npy", "train.log", "uri .db"]
+assert found == written, found
 assert sorted(path.name for path in out.glob("*.npy")) == ["latest.npy", "stats.npy"]
 paths = [entry.path for entry in os.scandir("mine")]
 assert paths == ["mine/own.txt"] and os.listdir() == os.listdir(None), paths
@@ -165,6 +170,7 @@ import os
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from tokenizers import Tokenizer, models
@@ -174,6 +180,8 @@ tiny = LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes)).bfloat16()
 tiny.generation_config.max_length = 77
 tiny.save_pretrained("tiny")
 config = AutoConfig.from_pretrained("tiny")
+fully_shard(tiny.cuda()).save_pretrained("sharded")
+assert AutoConfig.from_pretrained("sharded").architectures == config.architectures == ["LlamaForCausalLM"]
 for named, limit in (({}, 77), ({"generation_config": GenerationConfig(max_length=55)}, 55)):
     half = AutoModelForCausalLM.from_pretrained("tiny", config=config, dtype=torch.float16, kernel_config=None, **named)
     assert half.dtype == torch.float16 and config.dtype == torch.bfloat16 and half.config is not config

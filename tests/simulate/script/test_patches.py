@@ -228,7 +228,10 @@ PATCHES = {
     "processes": (["multiprocessing.context:BaseContext.get_context"], []),
     "saving": ([], []),
     "tracking": (["torch.utils.tensorboard:SummaryWriter"], []),
-    "scratch_files": (["io:open", "os:mkdir", "shutil:_use_fd_functions", "sqlite3:connect"], []),
+    "scratch_files": (
+        ["io:open", "os:mkdir", "shutil:_use_fd_functions", "sqlite3:connect", "sqlite3.dbapi2:connect"],
+        [],
+    ),
     "saved_by_torch": (
         ["torch:save", "torch:load"],
         [

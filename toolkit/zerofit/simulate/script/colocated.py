@@ -67,7 +67,7 @@ def colocated_vllm(meter: ScriptTracker, log: PhaseLog, target: ScriptTarget) ->
         return
     sys.meta_path.insert(0, VllmFinder(partial(ColocatedEngine, meter, log, target)))
     original = TrainingArguments.__post_init__
-
+    # TRL is imported only for scripts that use a server. Its arguments exist before the trainer connects to the server.
     connect = cache(partial(connect_server, meter, log))
 
     def checked(self: TrainingArguments) -> None:
@@ -92,7 +92,7 @@ class VllmFinder(Loader):
         """Fill a module with the names that TRL uses. Other names raise an error when called."""
 
         def missing(name: str) -> object:
-            if name.startswith("__"):
+            if name.startswith("__"):  # the import system and pickle look for attributes such as __path__
                 raise AttributeError(name)
             return partial(_not_simulated, f"{module.__name__}.{name}")
 
@@ -135,6 +135,7 @@ class ColocatedEngine:
             share = memory.settings.gpu_memory_utilization
             asked = f"utilization {share} needs {shown_bytes(memory.requested)}, but {shown_bytes(free)} are free"
             self._meter.note(f"vLLM refuses to start: {asked}", bound=True)
+        # in vLLM's order: it measures a forward before it sizes the cache, and captures graphs last
         self._hold("weights", memory.weights)
         self._work()
         self._hold("kv_cache", memory.cache_bytes)
@@ -200,6 +201,7 @@ class ColocatedEngine:
             raise ValueError(f"The prompt's {len(ids)} tokens reach max_model_len {room + len(ids)}")
         tokens = min(getattr(sampling, "max_tokens", None) or room, room)
         wanted = getattr(sampling, "logprobs", None)
+        # TRL reads for each token a dict from candidates to log-probs (`extract_logprobs`)
         sure = {self._token: SimpleNamespace(logprob=0.0, rank=1, decoded_token="")}
         logprobs = None if wanted is None else [sure] * tokens
         one = SimpleNamespace(token_ids=[self._token] * tokens, logprobs=logprobs, text="", finish_reason="length")
@@ -221,7 +223,7 @@ def _parameters(config: PreTrainedConfig) -> int:
     for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
         build = cast("Callable[..., nn.Module] | None", kind._model_mapping.get(type(config), None))
         if build is not None:
-            with _disable_current_modes(), torch.device("meta"):
+            with _disable_current_modes(), torch.device("meta"):  # this model must not count
                 return sum(parameter.numel() for parameter in build(config).parameters())
     raise not_simulated(f"vLLM with a {config.model_type}", "use a language model")
 
@@ -323,6 +325,7 @@ def end(log: PhaseLog) -> None:
 
 def plain_token(config: PreTrainedConfig) -> int:
     """Return a token that is not an end-of-sequence token."""
+    # special tokens usually have the first or the last numbers
     text = config.get_text_config()
     ends = [text.eos_token_id] if not isinstance(text.eos_token_id, list) else text.eos_token_id
     return next(token for token in range(text.vocab_size // 2, text.vocab_size) if token not in ends)

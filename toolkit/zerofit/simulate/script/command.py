@@ -126,6 +126,7 @@ def started_inside(words: Sequence[str]) -> ScriptCommand | None:
 
 
 def _is_of_package(words: Sequence[str]) -> bool:
+    # a user's own train.py may start helpers with Python, e.g. to prepare data: these are no ranks
     if sys.argv[0].endswith(".py") or len(words) < 2 or not os.path.basename(words[0]).startswith("python"):
         return False
     return words[1].endswith(".py") and (Path(words[1]).parent / "__init__.py").is_file()
@@ -207,6 +208,8 @@ def _torch(name: str, parse: Parser, rest: list[str], words: tuple[str, ...]) ->
 
     asked = _parsed(name, parse, rest)
     each, own = str(asked.nproc_per_node), rest[: len(rest) - len(asked.training_script_args)]
+    # Without these options, the 1 rank of torchrun is only a default. On the user's machine, PET_NPROC_PER_NODE may
+    # replace it (torch/distributed/argparse_util.py). So --gpus decides.
     given = any(word.startswith(("--nproc", "--nnodes")) for word in own)
     return _script(
         "torchrun",
@@ -215,8 +218,8 @@ def _torch(name: str, parse: Parser, rest: list[str], words: tuple[str, ...]) ->
         words,
         is_module=asked.module,
         launcher_words=tuple(rest),
-        gpus=int(each) if each.isdigit() and given else None,
-        nodes=parse_min_max_nnodes(asked.nnodes)[1] if given else None,
+        gpus=int(each) if each.isdigit() and given else None,  # "gpu" and "auto": as many as the host has devices
+        nodes=parse_min_max_nnodes(asked.nnodes)[1] if given else None,  # "1:4" starts with 1 to 4 nodes
         local_rank_argument="" if get_use_env(asked) else "--local-rank",
     )
 
@@ -252,6 +255,7 @@ def _deepspeed_resources(asked: Namespace) -> tuple[int | None, int | None]:
     if known:
         pool = pool or OrderedDict({host.partition(":")[0]: _MANY for host in asked.include.split("@")})
         active = parse_inclusion_exclusion(pool, asked.include, asked.exclude)
+        # DeepSpeed starts a rank for each slot, but zerofit simulates nodes with equally many ranks
         nodes, gpus = len(active), min(len(slots) for slots in active.values())
     else:
         nodes, gpus = None, None
@@ -268,7 +272,9 @@ def _accelerate(rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
     file = asked.config_file or default_config_file
     if asked.config_file and not Path(file).is_file():
         raise _refused(f"accelerate launch: configuration file {file} does not exist", "check --config_file")
-    written = load_config_from_file(file) if Path(file).is_file() and not asked.cpu else None
+    # as in accelerate's `_validate_launch_command`, --cpu disables only the default file
+    reads = asked.config_file or (Path(file).is_file() and not asked.cpu)
+    written = load_config_from_file(file) if reads else None
     ranks = asked.num_processes or getattr(written, "num_processes", None)
     nodes = asked.num_machines or getattr(written, "num_machines", None)
     if ranks and nodes and ranks % nodes:
@@ -300,7 +306,7 @@ def _parsed(launcher: str, parse: Parser, rest: list[str]) -> Namespace:
     try:
         with redirect_stderr(said):
             return parse(rest)
-    except SystemExit:
+    except SystemExit:  # argparse has written "PROGRAM: error: REASON" as the last line
         last = (said.getvalue().strip().splitlines() or ["it names no script"])[-1]
         raise _refused(f"{launcher}: {last.partition('error: ')[2] or last}", f"see {launcher} --help") from None
 
@@ -336,9 +342,7 @@ class ScriptTarget:
     stacks: bool = False  # record the origin of each allocation, for a memory snapshot
     longest: bool = False  # make every batch as long as the script allows
     crowded: bool = False  # let all tokens choose the same experts (worst routing)
-    arguments: Mapping[str, object] = field(
-        default_factory=dict
-    )  # of TrainingArguments, instead of the script's values
+    arguments: Mapping[str, object] = field(default_factory=dict)  # replace values of TrainingArguments
     edits: tuple[str, ...] = ()  # CHECKPOINTS, ...: changes of the script
     received: SentTensors | None = None  # input of the rank's pipeline stage; None for the first stage
 

@@ -66,6 +66,7 @@ def process_groups(target: ScriptTarget) -> None:
     init, new_group = c10d.init_process_group, c10d.new_group
     backend = "nccl" if target.on_gpu else "gloo"
 
+    # DeepSpeed, Accelerate and the script may each call it
     def init_process_group(*_: object, **__: object) -> None:
         if not dist.is_initialized():
             with unset_fake_temporarily():
@@ -80,6 +81,7 @@ def process_groups(target: ScriptTarget) -> None:
     _replace("new_group", group)
     _replace("get_backend", lambda *_, **__: backend)
     _replace("is_nccl_available", lambda: True)
+    # after the script has ended, `engine.partitions` still reads the groups
     _replace("destroy_process_group", lambda *_, **__: None)
 
 
@@ -118,6 +120,7 @@ def object_lists(meter: ScriptTracker, target: ScriptTarget) -> None:
             receives_unknown(src)
 
     def broadcast_object_list(object_list: list[object], src: int | None = None, *_: object, **__: object) -> None:
+        # receivers usually pass [None]: without this check, the script would go on with None
         if src not in (None, target.rank) and None in object_list:
             receives_unknown(src)
 
@@ -150,6 +153,7 @@ def reductions(meter: ScriptTracker) -> None:
 def coalesced() -> None:
     """Let collectives of several tensors run on fakes, as other collectives do. (torch.ops.c10d)"""
     for name in COALESCED:
+        # torch may add the rule in a later release, and refuses a second one
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", "Meta"):
             _rules.impl(name, lambda *args: create_fakework(args, return_first_arg=False), "Meta")
 
@@ -173,6 +177,7 @@ def handles(meter: ScriptTracker) -> None:
         done.set_result(tree_map(lambda received: received(), meter.received))
         return done
 
+    # classes of C++ and of torch's fake backend: each may have its own methods
     for kind in (c10d.Work, *c10d.Work.__subclasses__()):
         if "wait" in vars(kind):
             replace_in(kind, "wait", noted(kind.wait))
@@ -211,6 +216,7 @@ def held_parameters(meter: ScriptTracker) -> None:
     held: set[_Zero3Parameter] = set()
 
     def assigned(sub_module: nn.Module, param: _Zero3Parameter) -> None:
+        # only reentrant checkpoints recompute in an autograd node of this name (torch/utils/checkpoint.py)
         node = torch._C._current_autograd_node()
         if node is not None and node.name() == "CheckpointFunctionBackward" and not param.ds_persist:
             held.add(param)
@@ -267,6 +273,7 @@ def data_parallel(meter: ScriptTracker) -> None:
         self._check_comm_hook(hook)
         chosen[id(self)] = state, hook
 
+    # the C++ hooks of this kind would wait for results, too; a plain all-reduce is what `reduced` does
     def register_builtin(self: DistributedDataParallel, kind: BuiltinCommHookType) -> None:
         if kind == BuiltinCommHookType.FP16_COMPRESS:
             chosen[id(self)] = None, cast("_Hook", fp16_compress_hook)
@@ -281,7 +288,7 @@ def _compress(state: PowerSGDState, bucket: GradBucket) -> None:
     """Let PowerSGD compress from the first step on.
 
     Its errors are as large as the gradients and stay allocated. A run of a few steps would end before the first
-    compressed step.
+    compressed step, by default step 1,000.
     """
     state.iter = max(state.iter, state.start_powerSGD_iter)
     error = state.error_dict.get(bucket.index())

@@ -46,6 +46,7 @@ def recompute_blocks(model: nn.Module) -> None:
     if enable is not None:
         enable()
         return
+    # `forward` stays an attribute of the block, so parameters keep their names and hooks still run
     for block in repeated_blocks(model)[1]:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
@@ -119,6 +120,7 @@ def _sharded() -> None:
 
     def new(cls: type, module: nn.Module, *_: object, **__: object) -> nn.Module:
         replaced.extend(weakref.ref(parameter) for parameter in module.parameters())
+        # blocks first: the outer call shards only the parameters that no inner call has sharded
         for block in repeated_blocks(module)[1]:
             fully_shard(block)
         fully_shard(module)
@@ -155,6 +157,7 @@ def _halves() -> None:
 
     def optimizer(self: torch.optim.Optimizer, *args: object, **kwargs: object) -> None:
         make(self, *args, **kwargs)
+        # on the instance, since each optimizer's class has a `step` of its own
         vars(self).update(step=MethodType(step, self), zero_grad=MethodType(zero_grad, self))
 
     def step(self: torch.optim.Optimizer, closure: object = None, **kwargs: object) -> object:

@@ -49,7 +49,7 @@ def evaluate(trainer: Trainer, log: PhaseLog, meter: ScriptTracker) -> None:
         return
     rows = args.per_device_eval_batch_size * args.world_size
     batches = math.ceil(_length(dataset) / rows)
-    log.step = -1
+    log.step = -1  # else FLOPs and collectives would count to the last training step (`forecast.assess`)
     log.begin(EVALUATION)
     run = cast("Callable[[object], object]", trainer.evaluate)
     try:
@@ -59,6 +59,7 @@ def evaluate(trainer: Trainer, log: PhaseLog, meter: ScriptTracker) -> None:
     except Exception as error:  # metrics of meaningless values can raise anything
         meter.note(f"evaluation: stopped by {type(error).__name__}: {str(error).partition(chr(10))[0]}")
         return
+    # two runs of different length: what both have in common, such as a batch's activations, is not kept
     kept = (meter.peak() - few) // (_MORE - _FEW)
     if kept * batches > _WORTH_SAYING and batches > _MORE:
         grown = f"{shown_bytes(kept)} of each batch on the device, {shown_bytes(kept * batches)} at the end"
@@ -104,7 +105,7 @@ def gather_to_save(engines: Sequence[DeepSpeedEngine], log: PhaseLog) -> None:
     for engine in engines:
         gathers = engine.zero_optimization_partition_weights() and engine.zero_gather_16bit_weights_on_model_save()
         if gathers and engine.optimizer is not None:
-            log.step = -1
+            log.step = -1  # as in `evaluate`
             log.begin(SAVING)
             engine._zero3_consolidated_16bit_state_dict()
 
@@ -162,7 +163,7 @@ class Repeats:
         leaves, spec = tree_flatten((args, kwargs))
         if not all(isinstance(leaf, (*_PLAIN, Tensor)) for leaf in leaves):
             return method(module, *args, **kwargs)
-        if self._phase != len(self._meter.ledger.marks):
+        if self._phase != len(self._meter.ledger.marks):  # each phase needs its own peak
             self._phase = len(self._meter.ledger.marks)
             self._calls.clear()
         key = repr(spec), module.training, *(_layout(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
@@ -193,6 +194,7 @@ class Repeats:
         calls.changes = [change for _, change in ledger.events[begin:]]
         calls.flops, items = self._meter.flops.total() - flops, log.items[first:] if log else []
         calls.issued = [work for work in items if isinstance(work, IssuedWork) and work.kind in _ALONE]
+        # a call that sends to other ranks or waits for a stream must run
         repeats = calls.changes == before and len(calls.issued) == len(items)
         calls.outputs = _described(out, sum(before)) if repeats else b""
         return out
@@ -237,6 +239,7 @@ class _LayoutWriter(pickle.Pickler):
         """Return a tensor's id and layout; None for other objects."""
         if not isinstance(obj, Tensor):
             return None
+        # subclasses have more than a layout, and a known value may differ from call to call
         if type(obj) is not FakeTensor or known_value(obj) is not None:
             raise pickle.PicklingError
         self.tensors.setdefault(id(obj), obj)

@@ -27,7 +27,7 @@ from zerofit.simulate.script.phases import ScriptPhases
 from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.spec.errors import Problem, UserError
 
-_FEW = 100  # items of a list that are searched
+_FEW = 100  # items of a list that are searched: a data set in memory has millions
 _SIMULATE = str(Path(__file__).resolve().parents[1]) + os.sep
 _FAKES = str(Path(torch.__file__).parent / "_subclasses")
 _NAMES = re.compile(r"simgpu|privateuse|fake ?tensor|fake_tensor|\bmeta (device|tensor)|device \"?meta", re.IGNORECASE)
@@ -106,12 +106,14 @@ def _missing_from_hub(error: BaseException) -> str:
     """Return the repository that the hub's cache lacks; "" if the error has another cause."""
     if not isinstance(error, OSError):
         return ""
+    # a local of `cached_files` in transformers/utils/hub.py: the error's text also contains other names
     named = [frame.f_locals.get("path_or_repo_id") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return next((str(name) for name in named if name), "")
 
 
 def _from_script(error: BaseException) -> TracebackType | None:
     entry = error.__traceback__
+    # the outer frames are `rank._run` and runpy, which started the script
     while entry is not None and entry.tb_frame.f_code.co_filename.startswith((_SIMULATE, "<frozen runpy")):
         entry = entry.tb_next
     return entry
@@ -199,6 +201,7 @@ def _is_plain_bug(error: BaseException, meter: ScriptTracker) -> bool:
     The result is False if the simulation has assumed a value before.
     """
     frames = traceback.extract_tb(error.__traceback__)
+    # e.g. a dict whose key is a label that zerofit assumed
     made_up = any("assumed to be" in note for note in meter.notes)
     plain = isinstance(error, (NameError, LookupError, AttributeError)) and is_own(frames[-1].filename)
     return plain and not made_up and not _is_of_zerofit(error)

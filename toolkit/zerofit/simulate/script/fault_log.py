@@ -69,6 +69,7 @@ class FaultLog:
                 self.retained_at = own_line()
             backward(*args, **kwargs)
 
+        # reentrant checkpoints call it: their outputs need a gradient only if an input does
         @wraps(check)
         def check_inputs(inputs: Iterable[object]) -> None:
             inputs = list(inputs)
@@ -125,8 +126,9 @@ class FaultLog:
                 continue
             if parameter.requires_grad:
                 self.names[id(parameter)] = name
+                # `grad` alone would miss the gradients that ZeRO reduces and frees during backward
                 parameter.register_post_accumulate_grad_hook(lambda p: self.updated.update((id(p),)))
-            if not hasattr(parameter, "ds_id"):
+            if not hasattr(parameter, "ds_id"):  # zero.Init sets it
                 self.plain_bytes += local_bytes(parameter)
                 storage = self.meter.storage_of(parameter)
                 if storage is not None and local_bytes(parameter) > largest:
@@ -145,6 +147,7 @@ class FaultLog:
         self.experts[module] = f"{os.path.relpath(file)}:{line}" if file and is_own(file) else ""
         before: list[int] = []
 
+        # a note that appears while the module runs reports an assumed value, such as the router's choice
         def enter(*_: object) -> None:
             before.append(self.meter.notes.total())
 
@@ -161,6 +164,7 @@ class FaultLog:
         self.batch_at = self.batch_at or own_line()
         batch = args[0] if isinstance(args, tuple) and args and isinstance(args[0], Mapping) else kwargs
         mask = known_value(batch.get("attention_mask")) if isinstance(batch, Mapping) else None
+        # a mask in floats is added to the scores: there, 0 marks a token
         if isinstance(mask, Tensor) and mask.dim() == 2 and not mask.is_floating_point():
             self.padding.append(1 - float((mask.numpy() != 0).any(0).mean()))  # NumPy, since torch's ops are counted
         step = self.meter.ledger.marks[-1].step
@@ -186,7 +190,7 @@ class Lives:
         for number, (index, change) in enumerate(meter.ledger.events):
             sizes[index] += change
             self.born.setdefault(index, number)
-            if sizes[index]:
+            if sizes[index]:  # allocated, or allocated again: FSDP frees and resizes the same storage
                 self.died.pop(index, None)
             else:
                 self.died[index] = number

@@ -111,7 +111,7 @@ def find_faults(log: FaultLog, target: ScriptTarget, phases: ScriptPhases, lengt
 
 def _whole_model(script: Script) -> Iterator[Found]:
     """Find full parameters that DeepSpeed gets at ZeRO-3."""
-    # Every rank has them until the engine starts.
+    # Every rank has them until the engine starts. Then it keeps its share, so only the rest counts.
     log, ranks = script.log, script.target.world_size
     extra = log.plain_bytes - log.plain_bytes // ranks
     if any(engine.zero_optimization_stage() == 3 for engine in script.engines) and script.is_worth(extra):
@@ -121,6 +121,7 @@ def _whole_model(script: Script) -> Iterator[Found]:
 def _wide_logits(script: Script) -> Iterator[Found]:
     """Find the script's float32 copies of logits that live until the loss's backward."""
     lives, meter, largest = script.lives, script.log.meter, dict[str, int]()
+    # the first backward after the copy was made: a copy for a metric is gone by then
     begins = [mark.event for mark in meter.ledger.marks if mark.name == "backward"]
     for index, width in meter.widened:
         storage, after = lives.storages[index], bisect_right(begins, lives.born[index])
@@ -157,6 +158,7 @@ def _second_copy(script: Script) -> Iterator[Found]:
         if id(storage) not in owned and storage.place == DEVICE and storage.own and not (made_by_step or is_bucket):
             made[storage.own][storage.bytes] += 1
     for line, sizes in made.items():
+        # copies in 16 or 32 bits, or of the flat storages in which ZeRO and FSDP keep several parameters
         copies = [Counter({n * size: times for n, times in elements.items()}) for size in (2, 4)]
         for weights in (*copies, flat):
             large = Counter({size: times for size, times in weights.items() if size >= OWN_LINE_BYTES})
@@ -197,6 +199,7 @@ def _frozen_states(script: Script) -> Iterator[Found]:
 
 
 def _grouped(optimizer: object) -> list[nn.Parameter]:
+    # as the optimizers of ZeRO 1 and 2 (stage_1_and_2.py), ZeRO-3 and fp16, and BF16_Optimizer name them
     names = ("bit16_groups", "fp16_groups", "bf16_groups")
     groups = next((found for name in names if (found := getattr(optimizer, name, None))), [])
     return [p for p in tree_leaves(groups) if isinstance(p, nn.Parameter)]
@@ -204,6 +207,7 @@ def _grouped(optimizer: object) -> list[nn.Parameter]:
 
 def _kept_graph(script: Script) -> Iterator[Found]:
     starts = script.log.starts
+    # the smallest of all: the first micro batch may allocate tensors that stay, e.g. a cached mask
     if script.log.retained_at and len(starts) > 1:
         left = [_of_graph(script.lives.between(*pair, at=pair[1])) for pair in pairwise(starts)]
         size = min(sum(storage.bytes for storage in kept) for kept in left)
@@ -219,6 +223,7 @@ def _kept_outputs(script: Script) -> Iterator[Found]:
     starts, made = script.log.starts, defaultdict[tuple[str, str], list[int]](list)
     if script.log.retained_at or not starts:
         return
+    # The smallest sum of all micro batches counts, since the last one also has tensors that its end would free.
     for begin, end in zip(starts, [*starts[1:], script.lives.end], strict=True):
         sizes = Counter[tuple[str, str]]()
         for storage in _of_graph(script.lives.between(begin, end, at=script.lives.end)):
@@ -271,6 +276,7 @@ def _experts(script: Script) -> Iterator[Found]:
             continue
         model = cast("nn.Module", engine.module)
         inside = {m for leaf in model.modules() if z3_leaf_module(leaf) for m in leaf.modules()}
+        # one finding for each class, since set_z3_leaf_modules gets classes
         for module in {type(module): module for module in script.log.chosen - inside}.values():
             yield script.log.experts[module] or script.log.engine_at, 0, type(module).__name__
 
@@ -288,7 +294,8 @@ def _unused_search(script: Script) -> Iterator[Found]:
     chosen = [trainer.args.ddp_find_unused_parameters for trainer in script.lengths.trainers.values()]
     for model, line in script.log.wrapped:
         least = min(script.log.updated[id(p)] for p in model.parameters() if p.requires_grad)
-        if least >= len(script.log.starts) and None not in chosen:  # None: the Trainer chose it itself
+        # None: the Trainer sets it, unless the model recomputes checkpoints (transformers/trainer.py, find_unused)
+        if least >= len(script.log.starts) and None not in chosen:
             yield line, 0, ""
 
 

@@ -15,6 +15,7 @@ import multiprocessing.context
 import os
 import shutil
 import sqlite3
+import sqlite3.dbapi2
 import sys
 import tempfile
 import threading
@@ -25,6 +26,7 @@ from functools import reduce
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, TypeVar
+from urllib.parse import quote, unquote
 
 import multiprocess  # of dill's authors, which datasets uses
 
@@ -82,10 +84,12 @@ class ScratchFiles:
 
     def __init__(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="files-")
-        self._here = os.getcwd()
+        self._here = os.getcwd()  # as the script names it; the process may be in the scratch folder
         self._gone = set[str]()
         self._own = threading.local()  # .busy: whether this class itself calls os in this thread
         caches = (os.path.abspath(os.environ[name]) for name in _CACHES if os.environ.get(name))
+        # Caches are shared between runs, so a download is kept. TMPDIR is removed after the simulation
+        # (`forecast.processes`).
         places = (os.path.expanduser("~/.cache"), tempfile.gettempdir(), "/dev", "/proc", "/sys", *caches)
         self._direct = tuple(place + os.sep for place in places)
 
@@ -127,6 +131,7 @@ class ScratchFiles:
 
     def open(self, file: ScriptPath, mode: str = "r", *args: object, **kwargs: object) -> object:
         """Open a file like Python's open()."""
+        # mode "x" fails if the file exists: the user's own file raises this error, too, and is not copied for it
         reads = not set(mode) & set("wax+") or ("x" in mode and self._exists(file))
         actual = self.to_read(file) if reads else self.to_write(file, update="w" not in mode)
         return _open(actual, mode, *args, **kwargs)
@@ -262,6 +267,7 @@ class ScratchFiles:
         @functools.wraps(original)
         def call(*args: object, **kwargs: object) -> _Result:
             try:
+                # callers may pass the default `dir_fd=None`, which the methods of this class do not accept
                 kwargs = {name: value for name, value in kwargs.items() if value is not None or name[-2:] != "fd"}
                 return (original if any(name.endswith("dir_fd") for name in kwargs) else method)(*args, **kwargs)
             except OSError as error:
@@ -337,9 +343,15 @@ def scratch_files() -> ScratchFiles:
     """
     files, connect_to = ScratchFiles(), sqlite3.connect
 
+    # SQLite opens files in C code
     def connect(database: FilePath, *args: Any, **kwargs: Any) -> sqlite3.Connection:
-        in_memory_or_uri = str(database).startswith((":", "file:"))
-        return connect_to(database if in_memory_or_uri else files.to_write(database), *args, **kwargs)
+        name, options = os.fsdecode(database), ""
+        if is_uri := bool(kwargs.get("uri")) and name.startswith("file:"):
+            name, _, options = name.removeprefix("file:").partition("?")
+        if name in ("", ":memory:") or "mode=memory" in options:  # no file, or a temporary one
+            return connect_to(database, *args, **kwargs)
+        actual = os.fspath(files.to_write(unquote(name) if is_uri else name))
+        return connect_to(f"file:{quote(actual)}?{options}" if is_uri else actual, *args, **kwargs)
 
     own = {"open": files.descriptor, "unlink": files.remove, "rename": files.replace}
     own |= {"getcwd": lambda: files._here}
@@ -350,7 +362,8 @@ def scratch_files() -> ScratchFiles:
             replace_in(os, name, files.named(files.redirected(_os[name], actual_path), _os[name]))
     replace_in(shutil, "_use_fd_functions", False)  # else shutil.rmtree would remove by descriptors
     sys.dont_write_bytecode = True
-    replace_in(sqlite3, "connect", connect)
+    for module in (sqlite3, sqlite3.dbapi2):  # SQLAlchemy, and so MLflow and Optuna, import the latter
+        replace_in(module, "connect", connect)
     with suppress(ImportError):
         import pyarrow
 
@@ -413,6 +426,7 @@ class _Disabling:
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name != "wandb":
             return None
+        # else importlib would call this finder again for the same name
         sys.meta_path.remove(self)  # pyright: ignore[reportArgumentType] - it has what a finder needs
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
@@ -430,7 +444,7 @@ class _Disabling:
 def _left_out(meter: ScriptTracker, name: str) -> Callable[..., object]:
     def nothing(*_: object, **__: object) -> object:
         meter.note(f"{name.partition('.')[2] or name}(): writes nothing", here=True)
-        if name == "async_save":
+        if name == "async_save":  # its callers wait for the future that it returns
             done = Future[None]()
             done.set_result(None)
             return done

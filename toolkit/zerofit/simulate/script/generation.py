@@ -107,6 +107,7 @@ def _shortened(
         if hidden > 0 and cached and not any(getattr(generation_config, name) for name in _KEPT):
             most = f"generation: each sequence gets {tokens} new tokens, the limit"
             meter.note(f"{most}; {COMPUTED} of these tokens were computed")
+            # both limits: beam search reads max_length, sampling only the criteria
             generation_config = copy.copy(generation_config)
             generation_config.max_length = limit - hidden
             others = [criterion for criterion in stopping_criteria if not isinstance(criterion, MaxLengthCriteria)]
@@ -127,6 +128,7 @@ def _growing_layers(cache: object) -> Sequence[DynamicLayer] | None:
     cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     if not isinstance(cache, Cache):
         return None
+    # a static or quantized cache has its full size from the start, or keeps other tensors
     layers = [layer for layer in cache.layers if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)]
     return cast("list[DynamicLayer]", layers) if len(layers) == len(cache.layers) else None
 
@@ -147,6 +149,7 @@ def _lengthen(kwargs: dict[str, Any], tokens: int) -> None:
         length = layer.keys.shape[-2] + tokens
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length += tokens
+            # without the next token, which completes the window (transformers/cache_utils.py)
             length = min(length, layer.sliding_window - 1)
         for name in ("keys", "values"):
             old = getattr(layer, name)

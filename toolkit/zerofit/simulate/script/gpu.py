@@ -36,7 +36,7 @@ from zerofit.spec.memory_kinds import WORKSPACES
 
 SHOWN = "cuda"
 _HOSTS = ("cpu", "meta")
-_STATE_BYTES = 16  # of a CUDA generator
+_STATE_BYTES = 16  # of a CUDA generator: seed and offset (torch/distributed/tensor/_random.py, _PhiloxState)
 
 
 class ScriptGpu(device.SimulatedGpu):
@@ -94,6 +94,7 @@ def device_shown(meter: ScriptTracker, target: ScriptTarget) -> None:
     def as_shown(actual: torch.device) -> torch.device:
         return here if actual.type in (device.NAME, SIMULATED.type) else actual
 
+    # a fake with a CUDA device would reach autograd's CUDA code (see the module's docstring)
     def set_fake_device(self: FakeTensor, value: torch.device) -> None:
         fake_device.fset(self, on_simulated(value))
 
@@ -181,6 +182,8 @@ def constructors(meter: ScriptTracker, target: ScriptTarget) -> None:
                 kwargs = {"dtype": fakes[0].dtype, **kwargs}
             if pin_memory:
                 return made(*args, device=device, **kwargs).pin_memory()
+            # Where torch would put the tensor: torch.set_default_tensor_type sets the first, and the second comes from
+            # torch.set_default_device or `with torch.device(...)`. These modes run below this function.
             default = torch._C._get_default_device()
             device = default if device is None and default != "cpu" else device
             contexts = (mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext))
@@ -190,6 +193,7 @@ def constructors(meter: ScriptTracker, target: ScriptTarget) -> None:
             if (SHOWN if isinstance(device, int) else torch.device(device).type) in _HOSTS:
                 return original(*args, device=device, **kwargs)
             grad = kwargs.pop("requires_grad", False)  # the copy is a leaf
+            # torch.tensor copies a tensor; as_tensor and asarray only copy it between devices or types
             if not (args and isinstance(args[0], FakeTensor)):
                 moved = original(*args, device="cpu", **kwargs).to(SIMULATED)
             elif original is tensor:
@@ -210,6 +214,7 @@ def generators(meter: ScriptTracker, target: ScriptTarget) -> None:
     """Use the host's random generators, since the device has none. (torch.Generator)"""
     original = torch.Generator
 
+    # a subclass, so that isinstance() and annotations still work
     class HostGenerator(original):
         def __new__(cls, device: object = "cpu") -> object:
             return original.__new__(cls, "cpu")  # pyright: ignore[reportCallIssue]
@@ -241,10 +246,11 @@ def cuda_module(meter: ScriptTracker, target: ScriptTarget) -> None:
     memory, numbers = _memory(meter, target.device.memory_bytes), _random_states(target.gpus)
     for name, answer in {**_devices(target), **_streams(meter.streams), **memory, **numbers}.items():
         replace_in(cuda, name, answer)
+    # torch.cuda imports these by name, and libraries import them from both modules
     for module, answers in ((cuda.memory, memory), (cuda.random, numbers)):
         for name in answers.keys() & vars(module).keys():
             replace_in(module, name, answers[name])
-    replace_in(cuda.nccl, "version", lambda: (2, 27, 3))
+    replace_in(cuda.nccl, "version", lambda: (2, 27, 3))  # scripts ask for at least 2.10, which sends bf16
     for name in ("range_push", "range_pop", "mark"):
         replace_in(cuda.nvtx, name, _nothing)
     replace_in(cuda.nvtx, "range", _Context)
@@ -289,6 +295,7 @@ def graphs(meter: ScriptTracker, target: ScriptTarget) -> None:
 
         def capture_end(self) -> None:
             meter.note("CUDA graph: captured op by op, with the memory that its pool keeps")
+            # The ops of the capture have freed their temporaries, but torch keeps them in the graph's pool.
             used, most = 0, 0
             for index, change in meter.ledger.events[self._begin :]:
                 used += change if meter.ledger.storages[index].place == DEVICE else 0

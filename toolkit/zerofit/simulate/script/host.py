@@ -42,6 +42,7 @@ def parameters(meter: ScriptTracker) -> None:
     def new(
         cls: type[nn.Parameter], data: Tensor | None = None, requires_grad: bool = True, **kwargs: object
     ) -> nn.Parameter:
+        # not of subclasses: DTensors and quantized weights contain tensors that are already fake
         if data is not None and type(data) in (Tensor, nn.Parameter) and data.device.type == "cpu":
             real = data.detach()
             data = meter.fakes.from_tensor(real)
@@ -88,6 +89,7 @@ def parameter_data(meter: ScriptTracker) -> None:
         data.__set__(self, value)
         if isinstance(value, FakeTensor):
             self.fake_device = value.fake_device
+            # the known value is that of the old data
             vars(self).pop("_known", None)
             if known_value(value) is not None:
                 keep(self, known_value(value), assumed=is_assumed(value))
@@ -125,7 +127,7 @@ def tensor_values(meter: ScriptTracker) -> None:
         if known is not None:
             return known.numpy(force=force)
         meter.note("the script reads values of a tensor on the device; in a simulation these are zeros", here=True)
-        dtype = str(self.dtype).removeprefix("torch.").replace("bfloat16", "float32")
+        dtype = str(self.dtype).removeprefix("torch.").replace("bfloat16", "float32")  # NumPy has no bfloat16
         return numpy.zeros(tuple(self.shape), dtype=dtype)
 
     def to_list(self: FakeTensor) -> object:
@@ -147,6 +149,7 @@ def equality() -> None:
 
     def equal(input: Tensor, other: Tensor) -> bool:
         value, other_value = known_value(input), known_value(other)
+        # True rather than False: scripts assert that weights are equal, e.g. tied or broadcast ones
         if value is None or other_value is None:
             return input.shape == other.shape
         return original(value, other_value)
@@ -165,7 +168,7 @@ def addresses() -> None:
     def of_storage(self: torch.UntypedStorage) -> int:
         if self.device.type != "meta":
             return original(self)
-        return self._cdata if self.nbytes() else 0
+        return self._cdata if self.nbytes() else 0  # FSDP 1 reads whether a storage is freed
 
     def of_tensor(self: FakeTensor) -> int:
         start = of_storage(self.untyped_storage())
@@ -201,12 +204,13 @@ def loaders() -> None:
     from torch.utils.data import DataLoader
 
     original: Callable[..., None] = DataLoader.__init__
+    # DataLoader refuses most of these if it has no workers
     of_workers = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout", "in_order")
 
     def init(self: DataLoader[object], dataset: object, *args: object, **kwargs: object) -> None:
         names = ("batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory")
         names += ("drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
-        kwargs |= dict(zip(names, args, strict=False))
+        kwargs |= dict(zip(names, args, strict=False))  # positional arguments, too, may be those of workers
         for name in of_workers:
             kwargs.pop(name, None)
         original(self, dataset, **{**kwargs, "num_workers": 0})
@@ -376,6 +380,7 @@ def lazy_modules(meter: ScriptTracker, watch: Callable[[Tensor], None]) -> None:
         watch(tensor)
 
     _watch[:] = [became_known]
+    # torch's list has the original `to` and `cuda`, which `gpu.to_device` has replaced; the ledger reads storages
     _Unknown._allowed_methods = [*_Mixin._allowed_methods, Tensor.to, Tensor.cuda, Tensor.untyped_storage]
 
     def empty(device: torch.device | None, dtype: torch.dtype | None) -> Tensor:

@@ -56,7 +56,7 @@ class IssuingTracker(AllocationTracker):
         members = dist.get_process_group_ranks(group)
         near = sum(rank // self.gpus == dist.get_rank() // self.gpus for rank in members)
         ranks = CommunicatingRanks(group.group_name, len(members), max(1, near))
-        number = object()
+        number = object()  # a name that no other collective has
         for handle in self._works or leaves_of(out):  # a functional collective returns no handle but its result
             self._awaited[handle] = number
         moved = max(map(bytes_of, (*args, out)), default=0)

@@ -57,6 +57,7 @@ def synchronized_norms(meter: ScriptTracker) -> None:
         finally:
             meter.all_true = False
 
+    # mean and inverse deviation, which the kernels compute in float32 even for 16-bit inputs
     def statistics(mode: FakeTensorMode, func: OpOverload, x: Tensor, *_: object, **__: object) -> object:
         with mode:
             return tuple(x.new_empty(x.shape[1], dtype=torch.float32) for _ in range(2))
@@ -112,6 +113,7 @@ def missing_shapes(meter: ScriptTracker) -> None:
     ) -> object:
         return loss_of(scores, targets, numbers(inputs, len(scores)), numbers(lengths, targets.shape[-1]), *rest)
 
+    # the loss of each sample, and alpha: a score for each place in the targets with blanks between the labels
     def ctc(
         mode: FakeTensorMode, _: OpOverload, scores: Tensor, targets: Tensor, __: object, lengths: list[int], *___: int
     ) -> object:
@@ -164,6 +166,7 @@ def sparse_gradients(meter: ScriptTracker) -> None:
         loss = None if closure is None else closure()
         for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             state = self.state[parameter]
+            # dense moments, as SparseAdam has them
             for name in () if state else ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros_like(parameter)
         return loss
@@ -206,7 +209,7 @@ class _FlashAttention(torch.autograd.Function):
         rows = (query.shape[1], query.shape[0]) if sequences else (query.shape[0], query.shape[2], query.shape[1])
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         log_sum_exp = torch.empty(rows, dtype=torch.float32, device=query.device)
-        rng_state = torch.empty(2, dtype=torch.int64, device=query.device)
+        rng_state = torch.empty(2, dtype=torch.int64, device=query.device)  # dropout's seed and offset
         ctx.save_for_backward(*inputs, out, log_sum_exp, rng_state)
         ctx.packed, ctx.sequences, ctx.width = packed, sequences, width
         return out[..., :width]
@@ -265,7 +268,7 @@ def flash_attention_package(meter: ScriptTracker) -> None:
         for lengths in ("", "_varlen")
         for kind, packed in (("", 0), ("_kvpacked", 2), ("_qkvpacked", 3))
     }
-    functions["flash_attn_with_kvcache"] = attention(0, False)
+    functions["flash_attn_with_kvcache"] = attention(0, False)  # q, k_cache and v_cache come first
     contents: dict[str, dict[str, object]] = {
         "flash_attn": functions,
         "flash_attn.flash_attn_interface": functions,
@@ -275,8 +278,8 @@ def flash_attention_package(meter: ScriptTracker) -> None:
     }
     for name, content in contents.items():
         module = ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None, is_package=True)
-        vars(module).update(content, __version__="2.8.3", __path__=[])
+        module.__spec__ = ModuleSpec(name, None, is_package=True)  # find_spec raises an error for modules without one
+        vars(module).update(content, __version__="2.8.3", __path__=[])  # transformers needs 2.3.3
         sys.modules[name] = module
         parent, _, last = name.rpartition(".")
         vars(sys.modules.get(parent, module))[last] = module
@@ -384,6 +387,7 @@ class _Recurrent(torch.autograd.Function):
         output = None if grads[0] is None else grads[0].contiguous()
         workspace = _workspace(ctx.layers, weights)
         of_x, of_states = x.new_empty(x.shape), [None if t is None else t.new_empty(t.shape) for t in (hx, cx)]
+        # cuDNN adds to gradients of weights, so torch fills them with zeros (_cudnn_rnn_backward_weight)
         flat = x.new_zeros(sum(w.numel() for w in weights))
         del workspace, output
         parts = [part.view(w.shape) for part, w in zip(flat.split([w.numel() for w in weights]), weights, strict=True)]
@@ -478,6 +482,7 @@ def recurrent_layers(meter: ScriptTracker) -> None:
         return out.transpose(0, 1) if first else out, *(state for state in last if state is not None)
 
     def flatten_parameters(self: nn.RNNBase) -> None:
+        # as torch's method: weights of several types, or that share memory, stay as they are
         weights = [w for w in self._flat_weights if isinstance(w, FakeTensor) and w.device.type != "cpu"]
         alike = len({w.dtype for w in weights}) == 1 and len({w.data_ptr() for w in weights}) == len(weights)
         if len(weights) == len(self._flat_weights_names) and alike:

@@ -36,7 +36,10 @@ _PREFIXES = ("env", "exec", "nohup", "time")
 
 
 class LaunchedInside(BaseException):
-    """Raised when a program would start a launcher and then only wait for its ranks."""
+    """Raised when a program would start a launcher and then only wait for its ranks.
+
+    It is not an Exception, so that the program does not catch it.
+    """
 
     def __init__(self, command: ScriptCommand, variables: Mapping[str, str]):
         super().__init__(" ".join(command.words))
@@ -168,6 +171,7 @@ class _WithoutLauncher(os._Environ):
 
 def _script_asks() -> bool:
     frame = sys._getframe(2)
+    # os.getenv calls `environ.get` itself: its caller decides
     if frame.f_code.co_filename == os.getenv.__code__.co_filename and frame.f_back is not None:
         frame = frame.f_back
     return is_own(frame.f_code.co_filename)
@@ -175,6 +179,8 @@ def _script_asks() -> bool:
 
 def set_environment(target: ScriptTarget, outer: Mapping[str, str] | None = None) -> None:
     """Set a rank's environment variables. `outer`: those that an outer script has set."""
+    # The object stays the same, since modules may have imported it by name. Only its class changes.
+    os.environ.__class__ = os._Environ  # _WithoutLauncher would take these variables for the script's own
     os.environ |= {**(outer or {}), **environment(target)}
     alone = target.command.launcher == "python" and target.world_size == 1
     os.environ.__class__ = _WithoutLauncher if alone else os._Environ  # pyright: ignore[reportAttributeAccessIssue]
@@ -183,6 +189,7 @@ def set_environment(target: ScriptTarget, outer: Mapping[str, str] | None = None
 def environment(target: ScriptTarget) -> dict[str, str]:
     """Return a rank's environment variables: its numbers, and those that its launcher sets."""
     local, node = target.rank % target.gpus, target.rank // target.gpus
+    # DeepSpeed's launcher sets LOCAL_SIZE, CROSS_RANK and CROSS_SIZE (launcher/launch.py), torchrun GROUP_RANK
     found: dict[str, object] = {
         "RANK": target.rank,
         "WORLD_SIZE": target.world_size,
@@ -226,7 +233,7 @@ def _of_accelerate(target: ScriptTarget) -> dict[str, str]:
             stack.enter_context(patch.object(launch, name, lambda args, name=name: starts.append((name, args))))
         launch.launch_command(options)
     ((starter, args),) = starts
-    args.main_process_port = args.main_process_port or 0
+    args.main_process_port = args.main_process_port or 0  # prepare_simple_launcher_cmd_env needs one for several nodes
     with patch.object(prepare, "is_port_in_use", lambda port: False):  # a training on this machine may use the port
         if starter == "deepspeed_launcher":
             variables = prepare.prepare_deepspeed_cmd_env(args)[1]

@@ -74,6 +74,7 @@ class Lengths:
         tokens = token_tensors(batch)
         if tokens:
             self.dataset = loader._dataset
+            # a collator that packs makes one row of all samples: then this row may be `batch_size` samples long
             rows = getattr(loader._index_sampler, "batch_size", None) or 1
             self.packed = self.packed or (rows if all(t.shape[0] == 1 for t in tokens) else 1)
 
@@ -167,7 +168,7 @@ def trainer_arguments(lengths: Lengths) -> None:
     def init(self: Trainer, *args: object, **kwargs: object) -> None:
         original(self, *args, **kwargs)
         lengths.trainers[id(self)] = self
-        lengths.has_trainer = True
+        lengths.has_trainer = True  # also when the trainer itself is gone (`trainers` is weak)
         lengths.trainer = max(lengths.trainer, *(getattr(self.args, name, None) or 0 for name in _OF_ARGUMENTS))
 
     replace_in(Trainer, "__init__", init)
@@ -182,7 +183,7 @@ def replaced_arguments(values: Mapping[str, object]) -> None:
     def overwrite(self: TrainingArguments) -> None:
         for name, value in values.items():
             setattr(self, name, value)
-        original(self)
+        original(self)  # it computes other fields from these, e.g. the DeepSpeed plugin from `deepspeed`
 
     replace_in(TrainingArguments, "__post_init__", overwrite)
 
@@ -198,6 +199,7 @@ def largest_samples(meter: ValueTracker) -> None:
     original, orders = _MapDatasetFetcher.fetch, dict[int, list[int]]()  # id of a data set -> `_by_size`
 
     def fetch(self: _MapDatasetFetcher, index: object) -> object:
+        # a sampler may also return keys of the user's own data set, or one sample at a time
         if not isinstance(index, list) or not all(isinstance(n, int) for n in index):
             return original(self, index)
         if id(self.dataset) not in orders:
@@ -224,6 +226,7 @@ def _by_size(dataset: Sequence[object], meter: ValueTracker) -> list[int]:
 
 def _sample_size(sample: object) -> int:
     """Return the number of pixels, of floats, and of integers in arrays of several dimensions."""
+    # Integers in one dimension are tokens or labels: `Lengths.longer` lengthens tokens, whichever sample they are from.
     size = 0
     for leaf in tree_leaves(dict(sample) if isinstance(sample, Mapping) else sample):
         kind = getattr(leaf, "dtype", None)

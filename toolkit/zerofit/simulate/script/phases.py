@@ -59,10 +59,10 @@ class ScriptPhases:
         self,
         log: PhaseLog,
         steps: int,
-        on_model: Callable[[nn.Module], None] = lambda model: None,
-        on_batch: Callable[[object, object], None] = lambda args, kwargs: None,
-        on_end: Callable[[list[DeepSpeedEngine]], None] = lambda engines: None,
-        score: Callable[..., object] = lambda method, module, args, kwargs: method(module, *args, **kwargs),
+        on_model: Callable[[nn.Module], None],
+        on_batch: Callable[[object, object], None],
+        on_end: Callable[[list[DeepSpeedEngine]], None],
+        score: Callable[..., object],
     ):
         self.log, self.wanted = log, steps
         self._on_model, self._on_batch, self._on_end = on_model, on_batch, on_end
@@ -102,7 +102,7 @@ class ScriptPhases:
         ):
             method = getattr(engine, name)
             setattr(engine, name, functools.wraps(method)(wrap(method)))
-        if torch.cuda.is_available():
+        if torch.cuda.is_available():  # the class is that of `gpu.graphs`; torch's own one needs a driver
             graph = torch.cuda.CUDAGraph
             for name, wrap in (
                 ("capture_begin", self._begin_capture),
@@ -121,6 +121,7 @@ class ScriptPhases:
         signature = inspect.signature(method)
 
         def init(engine: DeepSpeedEngine, *args: object, **kwargs: object) -> None:
+            # before the engine partitions, casts or moves the model's parameters
             self._on_model(signature.bind(engine, *args, **kwargs).arguments["model"])
             self.log.begin("init")
             self._within(method, engine, *args, **kwargs)
@@ -161,6 +162,7 @@ class ScriptPhases:
     def _forward(self, method: Callable[..., object]) -> Callable[..., object]:
         def forward(engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:
             trains = engine.training and has_optimizer(engine) and torch.is_grad_enabled()
+            # a pipeline's train_batch calls this for each micro batch (runtime/pipe/engine.py, _exec_forward_pass)
             if trains or not self._busy:
                 self.log.step = max(self.log.step, self.steps[id(engine)]) if trains else self.log.step
                 phase = "forward" if engine.training else "evaluation"
@@ -219,7 +221,7 @@ class ScriptPhases:
         self.steps[id(stepped)] += 1
         counts = [self.steps[id(engine_or_optimizer)] for engine_or_optimizer in training]
         if min(counts) >= self.wanted or max(counts) >= WAITED * self.wanted:
-            self._within(self._on_end, self.engines)
+            self._within(self._on_end, self.engines)  # so the models that it runs begin no phases
             self.log.end()
             raise ScriptStop
         self.log.step = max(counts)
@@ -237,7 +239,7 @@ class ScriptPhases:
                 return method(self, *args, **kwargs)
             if phases._scores():
                 phases.log.begin(LOGPROBS)
-            if phases.engines or not phases._trains(self):
+            if phases.engines or not phases._trains(self):  # a reference or reward model, or an evaluation
                 return phases._score(method, self, args, kwargs)
             phases._begin_forward(self, args, kwargs)
             return phases._alone(method, self, *args, **kwargs)
@@ -247,7 +249,9 @@ class ScriptPhases:
     def _chunk(self, method: Callable[..., object]) -> Callable[..., object]:
         def forward_one_chunk(stage: _PipelineStageBase, *args: object, **kwargs: object) -> object:
             self._leading = self._leading or stage
-            self._is_forward = stage is not self._leading  # else a micro batch begins: others need not have ended
+            # 1F1B runs the next micro batch's forward before this one's backward. So the leading stage always begins a
+            # micro batch, and the rank's other stages belong to it.
+            self._is_forward = stage is not self._leading
             self._first = stage.submod if self._is_forward else None
             self.log.begin("forward")
             return method(stage, *args, **kwargs)
@@ -315,7 +319,7 @@ class ScriptPhases:
             self._updated = self._updated or optimizer
             return None
         self._stepping = optimizer
-        closure = kwargs.get("closure") or next(iter(args[1:]), None)
+        closure = kwargs.get("closure") or next(iter(args[1:]), None)  # args[0] is the optimizer
         if not callable(closure):
             self._begin_step()
             return None
@@ -351,6 +355,7 @@ class ScriptPhases:
                 self._count(optimizer)
 
     def _count(self, optimizer: torch.optim.Optimizer) -> None:
+        # an optimizer that has stepped only in warm-ups or in a capture has no count yet, and need not be waited for
         self._stepped(optimizer, [o for o in self.optimizers if o is optimizer or id(o) in self.steps])
 
     # --- CUDA graphs ---

@@ -32,8 +32,8 @@ _QUANTIZED = ("load_in_8bit", "load_in_4bit", "gguf_file")
 # arguments for the hub, which are passed on for the configuration
 _OF_FILES = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "code_revision")
 _CHOSEN = ("compress_statistics", "quant_type", "quant_storage")  # set by the configuration
-# arguments about reading weights
 DeviceMap = str | int | torch.device | dict[str, str | int | torch.device] | None  # as in from_pretrained
+# arguments about reading weights; `_from_config` would pass them on to the model's constructor
 _READING = (
     *("use_safetensors", "weights_only", "low_cpu_mem_usage", "max_memory", "offload_folder"),
     "ignore_mismatched_sizes",
@@ -75,7 +75,7 @@ def pretrained(meter: ScriptTracker) -> None:
             config_class: Any = cls.config_class or AutoConfig
             config, kwargs = config_class.from_pretrained(config or path, return_unused_kwargs=True, **hub, **kwargs)
         else:
-            config = copy.deepcopy(config)
+            config = copy.deepcopy(config)  # as from_pretrained does: the script may build another model from it
         assert isinstance(config, PreTrainedConfig)
         quantizer = None
         if quantization or getattr(config, "quantization_config", None):
@@ -83,14 +83,15 @@ def pretrained(meter: ScriptTracker) -> None:
         elif device_map is not None and mesh is None:
             meter.note("from_pretrained(device_map=...): left out", here=True)
         config.name_or_path = str(path)
+        # transformers shards the model before it reads weights: each rank allocates only its parts
         with torch.device("meta") if mesh else nullcontext():
             model: Any = cls._from_config(config, *args, dtype=_dtype(dtype, config), **kwargs)
         if mesh:
             model = cls.maybe_distribute_model(model, distributed, mesh).to_empty(device=device_map)
-            model.tie_weights()
+            model.tie_weights()  # `to_empty` gave each name its own tensor
         if quantizer:
             quantize(meter, model, quantizer, _dtype(dtype, config), device_map)
-        model.eval()
+        model.eval()  # as from_pretrained does; scripts call train() themselves
         model.name_or_path = str(path)
         if model.can_generate() and generation is not None:
             model.generation_config = GenerationConfig.from_dict(generation.to_dict())
@@ -155,6 +156,7 @@ def downloaded(meter: ScriptTracker) -> None:
         return _NotFetched()
 
     def load_state_dict(self: nn.Module, state_dict: Mapping[str, object], *args: object, **kwargs: object) -> object:
+        # a `_NotFetched` has no entries, so a strict load would find that all keys are missing
         if left_out and not state_dict:
             return load(self, self.state_dict(), *args, **kwargs)
         return load(self, state_dict, *args, **kwargs)
@@ -218,7 +220,7 @@ def quantize(
     One weight is quantized at a time, as transformers does while it reads them.
     """
     kinds = library()
-    if kinds.Params4bit.__new__.__module__ != four_bits.__module__:
+    if kinds.Params4bit.__new__.__module__ != four_bits.__module__:  # else a second model would patch the patch
         four_bits()
     device_map = quantizer.update_device_map(device_map)  # pyright: ignore[reportArgumentType]
     device = "cpu" if meter.device == "cpu" else torch.device("cuda", torch.cuda.current_device())

@@ -24,9 +24,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import z3_leaf_module
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import _utils as pipes
 from torch.distributed.tensor import Replicate
@@ -117,6 +115,7 @@ def simulate_script_rank(
         watched.note_batch(args, kwargs)
 
     def on_end(engines: list[DeepSpeedEngine]) -> None:
+        # first the faults: the detectors must not see the allocations of evaluation and saving
         find_faults(watched, target, phases, lengths_seen)
         for trainer in list(lengths_seen.trainers.values()):
             evaluate(trainer, log, meter)
@@ -132,6 +131,7 @@ def simulate_script_rank(
         watch_progress(meter, log, give_up)
     issued = IssuedLog()
     log.on_begin = _announcer(meter, phases, say, issued, target.steps - 1)
+    # torch gives an op to the mode that was entered last: `meter` gets it first, and runs it on `fakes` if necessary
     with fakes, meter:
         phases.cut()
         joints.join()
@@ -150,6 +150,7 @@ def simulate_script_rank(
 
 def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     """Apply all patches for the rest of this process."""
+    # FakeTensorMode.__enter__ does this if it finds no GPU. The patches below show it one (`avoid_device_init`).
     torch._C._ensureCUDADeviceGuardSet()
     if target.on_gpu:
         gpu.install_gpu(meter, target)
@@ -198,6 +199,7 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     spawned_ranks(target)
     files.saving(meter)
     files.tracking()
+    # last, since `replace_everywhere` only finds modules that are already imported
     scratch = scratch_files()
     processes()
     pairs = [*opening(scratch), *saved.saved_by_torch(meter, scratch), *saved.saved_by_safetensors(meter, scratch)]
@@ -243,6 +245,7 @@ def watch_progress(meter: ScriptTracker, log: PhaseLog, give_up: Callable[[Probl
         while spent < LIMIT_S:
             time.sleep(POLL_S)
             before = phase, ops, cpu
+            # A script that loops until a value changes runs ops on fakes. One that waits for a process uses no CPU.
             phase, ops, cpu = (log.name, log.step), meter.ops_on_fakes, time.process_time()
             works_on_data = ops == before[1] and cpu - before[2] > _BUSY * POLL_S
             spent = 0.0 if phase != before[0] else spent if works_on_data else spent + POLL_S
@@ -296,10 +299,14 @@ def _run(target: ScriptTarget, meter: ScriptTracker, watched: FaultLog) -> tuple
         problem = failure(target, meter, error)
         if watched.detached and "does not require grad" in str(error):
             problem = replace(problem, hint=LOST_GRADIENTS.mend)
+        # ZeRO-3 reduces the gradients of a leaf module in its full backward hook (stage3.py, reduce_leaf_module_grads).
+        # If no input requires a gradient, torch calls this hook before the module's backward (utils/hooks.py,
+        # BackwardHook). Autograd then adds the gradients to tensors that ZeRO-3 has already released.
         elif meter.last[0] == "aten::add_" and any(
             map(z3_leaf_module, (m for model in watched.models for m in model.modules()))
         ):
             problem = replace(problem, hint=LEAF_HINT)
+        # the copy of a partitioned weight has no elements; DeepSpeed's assertions print `ds_summary` of the weight
         elif "'ds_numel': 0," in str(error):
             problem = replace(problem, hint=COPIED_HINT)
         raise UserError(problem) from error
@@ -316,8 +323,10 @@ def _run(target: ScriptTarget, meter: ScriptTracker, watched: FaultLog) -> tuple
 
 def _run_as_main(target: ScriptTarget) -> None:
     command = target.command
+    # launchers put it before the script's own arguments (torch/distributed/run.py, deepspeed/launcher/launch.py)
     local = (f"{command.local_rank_argument}={target.rank % target.gpus}",) if command.local_rank_argument else ()
     sys.argv = [command.script, *local, *command.arguments]
+    # `python train.py` puts the script's folder first, `python -m` the current folder; runpy adds neither
     sys.path.insert(0, os.getcwd() if command.is_module else str(Path(command.script).resolve().parent))
     if command.is_module:
         runpy.run_module(command.script, run_name="__main__", alter_sys=True)
@@ -364,7 +373,7 @@ class StageJoints:
             self.stage = replace(self.stage, sends=sends)
             send(buffer, to)
 
-        vars(engine)["_send_tensor_meta"] = noted
+        vars(engine)["_send_tensor_meta"] = noted  # of this engine only, since a process may make several
         if not engine.stage_id:
             return
         if self._received is None:

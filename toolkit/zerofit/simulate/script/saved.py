@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import EllipsisType
 from typing import IO, cast
@@ -44,15 +45,16 @@ class _SavedStorage:
     dtype: torch.dtype
     device: str
 
+    @cached_property
     def loaded(self) -> Tensor:
-        """Return the storage's elements as a tensor, which is allocated once for all views."""
-        if "_made" not in vars(self):
-            meter, place = _loading[-1]
-            made = torch.empty(self.elements, dtype=self.dtype, device=place(torch.device(self.device)))
-            self._made = made if isinstance(made, FakeTensor) else meter.fakes.from_tensor(made)
-            if made is not self._made:
-                meter.adopt(made, self._made)  # of the host: without values, too
-        return self._made
+        """The storage's elements as a tensor, which is allocated once for all views."""
+        meter, place = _loading[-1]
+        made = torch.empty(self.elements, dtype=self.dtype, device=place(torch.device(self.device)))
+        if isinstance(made, FakeTensor):
+            return made
+        fake = meter.fakes.from_tensor(made)
+        meter.adopt(made, fake)  # of the host: without values, too
+        return fake
 
 
 def _restored(
@@ -63,7 +65,7 @@ def _restored(
     known: bytes | None,
 ) -> Tensor:
     """Return a saved tensor: a view of its storage with this shape, stride and offset."""
-    elements = storage.loaded()
+    elements = storage.loaded
     with torch.no_grad():
         tensor = elements if tuple(elements.shape) == view[0] else elements.as_strided(*view)
     if known is not None and isinstance(tensor, FakeTensor):
@@ -80,6 +82,7 @@ class _Pickler(pickle.Pickler):
         self._storages: dict[int, _SavedStorage] = {}
 
     def reducer_override(self, obj: object) -> object:
+        # a function that restores the tensor; pickle calls it with these arguments
         if isinstance(obj, FakeTensor):
             self.fakes += 1
             storage = obj.untyped_storage()
@@ -341,7 +344,7 @@ def saved_models() -> None:
     def save_pretrained(self: PreTrainedModel, save_directory: StrPath, *_: object, **__: object) -> None:
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
-        self.config.architectures = [type(self).__name__]
+        self.config.architectures = [type(self).__name__.removeprefix("FSDP")]  # fully_shard renames the class
         self.config.dtype = self.dtype
         self.config.save_pretrained(folder)
         if self.can_generate():
@@ -393,7 +396,7 @@ def saved_checkpoints() -> Replaced:
         tag = tag or f"global_step{self.global_steps}"
         os.makedirs(folder_of(save_dir, tag), exist_ok=True)
         Path(save_dir, "latest").write_text(str(tag))
-        states[folder_of(save_dir, tag)] = dict(client_state or {})
+        states[folder_of(save_dir, tag)] = dict(client_state or {})  # a script reads its own counters from it
         return True
 
     def load(self: DeepSpeedEngine, load_dir: StrPath, tag: object = None, *args: object, **kwargs: object) -> object:

@@ -102,6 +102,8 @@ class ScriptTracker(ValueTracker):
             return self._higher_order(func, args, kwargs)
         if DTensor in types or NestedTensor in types:
             return NotImplemented  # its ops on the local tensor or the flat values arrive here later
+        # C++ code asks by this op for a fake's device (FakeTensor.__new__, dispatch_device). It needs the simulated
+        # device, not the name that `gpu.device_shown` shows to Python code.
         if func is _DEVICE_OF:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         args, kwargs = tuple(map(self._placed, args)), {k: self._placed(v) for k, v in kwargs.items()}
@@ -116,7 +118,7 @@ class ScriptTracker(ValueTracker):
             self.wait_for(args[0])
             return args[0]
         pins = self.device == "cuda" and kwargs.get("pin_memory")
-        kwargs = {**kwargs, "pin_memory": False} if pins else kwargs
+        kwargs = {**kwargs, "pin_memory": False} if pins else kwargs  # `pin` below needs no CUDA driver
         leaves = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
         faked = any(isinstance(t, FakeTensor) for t in leaves)
         if faked or kwargs.get("device") == SIMULATED or (not leaves and self._holds_nothing(name, args, kwargs)):
@@ -126,7 +128,7 @@ class ScriptTracker(ValueTracker):
                 out = func(*args, **kwargs)
                 if name.startswith(FUNCTIONAL):
                     out = alike(name, args)
-                elif name.startswith("c10d::"):
+                elif name.startswith("c10d::"):  # the fake backend writes no results
                     self._receive(name, args, leaves)
         sends = name.startswith("c10d::")
         if is_collective(name):
@@ -258,7 +260,7 @@ class ScriptTracker(ValueTracker):
         except RuntimeError as error:
             if isinstance(error, NotImplementedError) or "no fake impl" in str(error):
                 self.without_rule = name
-            self.failed = error
+            self.failed = error  # if autograd's thread loses it (`fakes.device.register`)
             raise
         self._keep_values(func, name, args, kwargs, leaves, out)
         if func is _TO_COPY and isinstance(out, FakeTensor) and out.fake_device.type == "cpu":
@@ -317,7 +319,7 @@ def _is_composite(func: OpOverload) -> bool:
 
     Some ops, such as silu_backward, can do so but also have a CPU kernel. For these, return False.
     """
-    kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # raises an error for ops of TorchScript (prim)
     name = func.name()
     return func.namespace != "prim" and kernel(name, "CompositeImplicitAutograd") and not kernel(name, "CPU")
 

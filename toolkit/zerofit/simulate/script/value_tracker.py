@@ -38,6 +38,7 @@ from zerofit.simulate.script.values import (
 
 SIMULATED = torch.device("privateuseone", 0)  # the device as torch's C++ code sees it
 HOLDS_NOTHING_BYTES = 16 << 20  # new host tensors of at least this size are fake
+_MOST_ELEMENTS = 16 << 20  # of inputs for which the largest output of an op in _BOUNDED is computed on the host
 _aten = torch.ops.aten
 _HISTC = _aten.histc.default
 _TOP_K = _aten.topk.default
@@ -121,7 +122,7 @@ class ValueTracker(IssuingTracker):
 
         Add a note if the script's own code reads it.
         """
-        value = func(*args)
+        value = func(*args)  # by the rule of `fakes.patches.item`
         code = self._call_site()[1]
         if code is not None and is_own(code.co_filename):
             self.note(f"the value of a tensor on the device: assumed to be {value}", here=True)
@@ -162,7 +163,7 @@ class ValueTracker(IssuingTracker):
         if not known:
             if (
                 func._overloadpacket._qualified_op_name not in _BOUNDED
-                or max(t.numel() for t in leaves) > HOLDS_NOTHING_BYTES
+                or max(t.numel() for t in leaves) > _MOST_ELEMENTS
             ):
                 raise error
             text = f"{func._overloadpacket} of unknown values: assumed to return its largest output"
@@ -194,11 +195,13 @@ class ValueTracker(IssuingTracker):
             return
         written = out if out is not None else _written(func, args)
         outs = [t for t in leaves_of(written) if isinstance(t, FakeTensor)]
+        # the number of elements that each sum adds up: what it would be for a mask that is all True (`counted`)
         if func in _COUNTS and args[0].dtype == torch.bool and known_value(args[0]) is None:
             vars(outs[0])["_elements"] = args[0].numel() // max(1, outs[0].numel())
             return
         if self._keep_choices(func, args, outs) or (len(outs) == 1 and self._keep_decided(func, args, outs[0])):
             return
+        # undefined values, or random ones, which the host would draw differently
         drawn = name.startswith(_UNDEFINED) or torch.Tag.nondeterministic_seeded in func.tags
         if len(outs) == 1 and not drawn and (func in _OVERWRITES or "out" in kwargs):
             self._begin(outs[0], leaves, func)
@@ -242,6 +245,7 @@ class ValueTracker(IssuingTracker):
 
     def _computed(self, func: OpOverload, name: str, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
         """Run an op on the host with the known values of its arguments."""
+        # e.g. zeros(device=...), whose value the host computes
         host = {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") == SIMULATED else kwargs
         with on_host():
             known, named = tree_map(known_value, args), tree_map(known_value, host)
@@ -272,6 +276,7 @@ class ValueTracker(IssuingTracker):
             value = decided(func, args, tuple(map(known_value, args[:2])))
             if value is None or (out.numel() > KEPT_FLOATS and out.is_floating_point()):
                 return False
+            # expanded, a value of any size needs one element; small ones are copied, so that ops can write into them
             whole = torch.tensor(value, dtype=out.dtype).expand(out.shape)
             if func._schema.is_mutable:
                 overwrite(out, whole)

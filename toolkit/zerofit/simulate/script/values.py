@@ -26,7 +26,9 @@ _OR = (_aten.bitwise_or, _aten.bitwise_or_, _aten.logical_or, _aten.logical_or_)
 _AND = (_aten.bitwise_and, _aten.bitwise_and_, _aten.logical_and, _aten.logical_and_, _aten.mul, _aten.mul_)
 _OF_ALL = (_aten.all, _aten.any, _aten.max, _aten.min)
 _NOT_FINITE = (_aten.isnan, _aten.isinf)
-KEPT_INTEGERS, KEPT_FLOATS = 1 << 20, 64  # largest number of elements of a device tensor whose values are kept
+# Largest number of elements of a device tensor whose values are kept. Integers are tokens, masks and lengths, which
+# decide shapes. Scripts branch on few floats, such as a loss or a learning rate.
+KEPT_INTEGERS, KEPT_FLOATS = 1 << 20, 64
 KEPT_DATA = 1 << 26  # the same for copies of the script's own data, and for comparisons with them
 _COPIES = (_aten._to_copy, _aten.clone, _aten.cat, _aten.stack, _aten.index, _aten.index_select)
 _MOST_EXPERTS = 1024  # a top-k of more choices selects tokens of a vocabulary, or boxes
@@ -65,6 +67,7 @@ def keep(fake: FakeTensor, value: Tensor, *, assumed: bool = False) -> None:
     `assumed`: the value follows from an assumption about a router's choices.
     """
     since = _unknown_writes(fake)
+    # torch keeps a storage's Python object, with this attribute, as long as the storage lives
     fake.untyped_storage()._unknown_writes = since  # pyright: ignore[reportAttributeAccessIssue]
     vars(fake).update(_known=value, _assumed=assumed, _since=since)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -89,7 +92,7 @@ def is_data(func: OpOverload, leaves: Sequence[Tensor], out: Tensor) -> bool:
 def overwrite(fake: FakeTensor, value: Tensor, *, assumed: bool = False) -> None:
     """Store the value that an op writes to a fake, also for the fakes that share its memory."""
     known = known_value(fake)
-    if known is not None and 0 not in known.stride():
+    if known is not None and 0 not in known.stride():  # several elements of an expanded value share memory
         value = known.copy_(value)
     else:
         forget(fake)
@@ -123,6 +126,7 @@ def choices(several: bool, args: OpArguments, shape: Sequence[int], *, crowded: 
     of_experts = len(scores) > 1 and 0 < scores[-1] <= _MOST_EXPERTS and dimension in (-1, len(scores) - 1)
     if not of_experts or math.prod(shape) != math.prod(scores[:-1]) * width or math.prod(shape) > KEPT_INTEGERS:
         return None
+    # consecutive tokens choose consecutive experts, so the counts of two experts differ by at most one
     if crowded:
         return torch.arange(width).expand(*scores[:-1], width).reshape(*shape).contiguous()
     return torch.arange(math.prod(shape)).reshape(*shape) % scores[-1]
@@ -214,7 +218,7 @@ def results(name: str, args: OpArguments, reduction: object) -> Iterator[Result]
         for out, ins in zip(first, args[1] or [[]] * len(first), strict=False):
             value = known_value(ins[rank]) if ins else None  # only the root has the inputs of a scatter
             yield out, value if value is None or op == "scatter" else _reduced(value, reduction, ranks)
-    elif op == "alltoall":
+    elif op == "alltoall":  # every rank sends its part number `rank`, which equals this rank's own
         for out in first:
             yield out, known_value(args[1][rank])
     elif op.startswith(("allgather_base", "allgather_into_tensor", "reduce_scatter_", "alltoall_base")):
@@ -244,7 +248,7 @@ def _part(value: Tensor, splits: Sequence[int], ranks: int, rank: int) -> Tensor
 
 def _reduced(value: Tensor, reduction: object, ranks: int) -> Tensor:
     """Return the result of a reduction. A mean or a maximum of equal values changes nothing."""
-    if value.dtype == torch.bool:
+    if value.dtype == torch.bool:  # the sum of masks is their `or`
         return value
     if reduction in (dist.ReduceOp.SUM, "sum"):
         return value * ranks
