@@ -27,7 +27,7 @@ from zerofit.simulate.forecast.verdict import (
 )
 from zerofit.simulate.memory.caching import MIB
 from zerofit.spec.devices import DEVICES, cpu_device, find_device
-from zerofit.spec.overhead import blas_workspace_bytes
+from zerofit.spec.overhead import HOST_PROCESS_BYTES, blas_workspace_bytes
 
 GIB = 2**30
 BESIDE = [Overhead(name="context", low_bytes=2 * GIB, high_bytes=4 * GIB, source="made up")]
@@ -140,6 +140,19 @@ def test_what_plan_calls_large_enough_a_simulation_lets_fit():
         needed = check_fit(planned(rank.target), PlannedLayout.of(rank.target.job), cluster(2, "l4")).device_bytes
         smallest = replace(cluster(2, "l4"), device_memory=round(needed) + 1)
         assert assess(rank, smallest).verdict == FITS
+    _fits_beside_the_host_only_once(ranks[0])
+
+
+def _fits_beside_the_host_only_once(rank: SimulatedRank) -> None:
+    """A GPU that uses the host's memory needs it for its tensors, too, in a simulation and in a plan."""
+    spark = cluster(1, "gb10")
+    shared = assess(rank, spark)
+    needed = shared.smi_bytes + sum(shared.host_bytes.values()) + HOST_PROCESS_BYTES
+    assert shared.fits and shared.host_node_bytes == needed
+    small = replace(spark, host_memory=needed)  # 5 % of it are the system's
+    assert not assess(rank, small).fits
+    fit = check_fit(planned(rank.target), PlannedLayout.of(rank.target.job), small)
+    assert fit.exceeded == "host" and fit.host_bytes == fit.device_bytes + HOST_PROCESS_BYTES
 
 
 def test_the_worst_rank_is_one_that_does_not_fit_whatever_others_reserve():

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from zerofit.spec import cluster, local_machine
 from zerofit.spec.cluster import Cluster
+from zerofit.spec.device_file import read_gpu
 from zerofit.spec.devices import DEVICES, INSTANCES, cpu_device
 from zerofit.spec.errors import UserError
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES
@@ -50,13 +52,17 @@ def test_all_problems_at_once():
     assert "did you mean h100-80gb" in str(error.value)
 
 
+def _gpu(name: str, mib: int) -> local_machine.Gpu:
+    return local_machine.Gpu(name=name, uuid="", total_bytes=mib * 2**20, free_bytes=0)
+
+
 @pytest.mark.parametrize(("mib", "kind"), [(40960, "a100-40gb"), (81920, "a100-80gb"), (81000, "a100-40gb")])
 def test_this_machine_by_what_its_driver_says(monkeypatch, mib, kind):
-    monkeypatch.setattr(cluster, "nvidia_gpus", lambda: [("NVIDIA A100-SXM4", mib * 2**20)] * 4)
+    monkeypatch.setattr(cluster, "nvidia_gpus", lambda: [_gpu("NVIDIA A100-SXM4", mib)] * 4)
     here = Cluster.here()
     assert (here.kind, here.gpus, here.host_bytes) == (kind, 4, local_machine.memory_bytes())
     assert here.notes == ("this machine: 4 x NVIDIA A100-SXM4",)
-    monkeypatch.setattr(cluster, "nvidia_gpus", lambda: [("NVIDIA X1", 2**30)])
+    monkeypatch.setattr(cluster, "nvidia_gpus", lambda: [_gpu("NVIDIA X1", 1024)])
     with pytest.raises(UserError, match="not in the catalog"):
         Cluster.here()
 
@@ -158,17 +164,85 @@ def test_a_hung_driver_is_said(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("visible", "count"), [(None, 4), ("2,0", 2), ("GPU-3", 1), ("", 0), ("-1", 0), ("MIG-5", 4), ("0, 1,2", 3)]
+    ("visible", "count"), [(None, 4), ("2,0", 2), ("GPU-3", 1), ("", 0), ("-1", 0), ("MIG-5", 0), ("0, 1,2", 3)]
 )
 def test_only_visible_gpus_count(monkeypatch, visible, count):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     figures = {"name": "NVIDIA H100 80GB HBM3", "memory.total": "81559", "memory.free": "81000"}
+    figures["mig.mode.current"] = "Disabled"
     gpus = [figures | {"index": str(n), "uuid": f"GPU-{n}"} for n in range(4)]
     monkeypatch.setattr(local_machine, "_ask_nvidia", lambda *fields: [[gpu[f] for f in fields] for gpu in gpus])
     here = Cluster.here()
     assert here.on_cpu if not count else (here.device.kind, here.gpus) == ("h100-80gb", count)
-    assert len(local_machine.gpu_memory(4)) == (0 if visible == "MIG-5" else count)
+    assert len(local_machine.gpu_memory(4)) == count
     if visible == "2,0":
         assert [gpu.uuid for gpu in local_machine.gpu_memory(4)] == ["GPU-2", "GPU-0"]
+
+
+# nvidia-smi -L and -q -x, shortened: a whole A100, and one that MIG divides
+LISTED = """\
+GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-0)
+GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-1)
+  MIG 3g.20gb     Device  0: (UUID: MIG-a1)
+  MIG 1g.5gb      Device  1: (UUID: MIG-b2)
+"""
+PART = """<mig_device><fb_memory_usage><total>{} MiB</total><reserved>{} MiB</reserved><free>{} MiB</free>
+</fb_memory_usage></mig_device>"""
+XML = f"""<?xml version="1.0" ?>
+<nvidia_smi_log>
+<gpu><product_name>NVIDIA A100-SXM4-40GB</product_name><uuid>GPU-0</uuid><mig_devices>None</mig_devices></gpu>
+<gpu><product_name>NVIDIA A100-SXM4-40GB</product_name><uuid>GPU-1</uuid>
+<mig_devices>{PART.format(19968, 0, 19900)}{PART.format(4864, 64, 4700)}</mig_devices></gpu>
+</nvidia_smi_log>"""
+ROWS = """NVIDIA A100-SXM4-40GB, 0, GPU-0, 40960, 40000, Disabled
+NVIDIA A100-SXM4-40GB, 1, GPU-1, 40960, 40000, Enabled
+"""
+
+
+def _nvidia_smi(folder, monkeypatch, rows: str, listed: str = "", xml: str = "") -> None:
+    for name, text in (("rows", rows), ("-L", listed), ("-q", xml)):
+        (folder / name).write_text(text)
+    program = folder / "nvidia-smi"
+    program.write_text(f'#!/bin/sh\ncase "$1" in --query*) cat "{folder}/rows";; *) cat "{folder}/$1";; esac\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+
+@pytest.mark.parametrize(
+    ("visible", "mib", "free"),
+    [(None, 19968, 19900), ("MIG-a1", 19968, 19900), ("MIG-b2", 4800, 4700), ("1", 19968, 19900)],
+)
+def test_a_part_of_a_gpu_counts_alone_with_its_own_memory(tmp_path, monkeypatch, visible, mib, free):
+    """CUDA shows a process one part, and no whole GPU beside it."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    _nvidia_smi(tmp_path, monkeypatch, ROWS, LISTED, XML)
+    here = Cluster.here()
+    assert (here.device.kind, here.gpus, here.device.memory_bytes) == ("a100-40gb", 1, mib * 2**20)
+    assert "a part (MIG)" in here.notes[0]
+    assert [gpu.free_bytes for gpu in local_machine.gpu_memory(8)] == [free * 2**20]
+
+
+def test_whole_gpus_count_where_no_part_is_visible(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    _nvidia_smi(tmp_path, monkeypatch, ROWS, LISTED, XML)
+    assert (Cluster.here().gpus, Cluster.here().device.memory_bytes) == (1, read_gpu("a100-40gb").memory_bytes)
+
+
+def test_a_gpu_without_memory_of_its_own_uses_the_hosts(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    _nvidia_smi(tmp_path, monkeypatch, "NVIDIA GB10, 0, GPU-0, [N/A], [N/A], [N/A]\n")
+    assert (Cluster.here().device.kind, Cluster.here().gpus) == ("gb10", 1)
+    (gpu,) = local_machine.gpu_memory(1)
+    assert gpu.of_host and gpu.total_bytes == psutil.virtual_memory().total
+
+
+def test_a_gpu_whose_memory_is_unknown_is_not_taken_for_a_cpu(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    _nvidia_smi(tmp_path, monkeypatch, "NVIDIA A100-SXM4-40GB, 0, GPU-0, [N/A], [N/A], Disabled\n")
+    with pytest.raises(UserError, match="memory that nvidia-smi does not report"):
+        Cluster.here()
+    assert local_machine.gpu_memory(1) == []

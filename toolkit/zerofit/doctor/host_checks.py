@@ -86,7 +86,8 @@ def _gpus(host: str, facts: HostFacts) -> Iterator[Check]:
         same = [gpu for gpu in facts["gpus"] if gpu["name"] == name]
         total = min(gpu["total_bytes"] or 0 for gpu in same)  # a forecast must fit the smallest
         device = by_name(name, total)
-        good, problem = f"{len(same)} x {name}, {shown_bytes(total)}", ""
+        size = shown_bytes(total) if total else "memory not reported by nvidia-smi"
+        good, problem = f"{len(same)} x {name}, {size}", ""
         if device is None:
             problem = f"{good}: not in the catalog, so its speed is not known"
         elif total and total < TOTAL_SHARE * device.memory_bytes:

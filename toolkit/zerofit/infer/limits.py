@@ -77,7 +77,8 @@ def _free_memory(gpus: int) -> MemoryLimits:
     for number in range(gpus):
         free, _ = torch.cuda.mem_get_info(number)
         memory[number] = int(SHARE * max(0, min(free, unreserved[number])))
-    memory["cpu"] = int(SHARE * free_for())
+    shared = sum(memory[number] for number, gpu in enumerate(devices) if gpu.of_host)
+    memory["cpu"] = max(0, int(SHARE * free_for()) - shared)
     reserved_by_others: dict[Device, int] = {number: reserved[gpu.uuid] for number, gpu in enumerate(devices)}
     reserved_by_others["cpu"] = reserved_on_host()
     return MemoryLimits(memory=memory, named=False, reserved=reserved_by_others)

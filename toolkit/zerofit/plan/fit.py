@@ -87,11 +87,13 @@ def check_fit(memory: LayoutMemory, layout: PlannedLayout, cluster: Cluster) -> 
     else:
         margin = margin_bytes(memory.peak_bytes, layout, cluster, memory.large_bytes, memory.more_communicators)
     process = 0 if cluster.on_cpu else HOST_PROCESS_BYTES
+    device_bytes = memory.peak_bytes + margin
+    shared = device_bytes if cluster.device.unified_memory else 0
     return Fit(
-        device_bytes=memory.peak_bytes + margin,
+        device_bytes=device_bytes,
         margin_bytes=margin,
         device_available_bytes=cluster.device.memory_bytes,
-        host_bytes=0 if cluster.on_cpu else (memory.host_bytes + process) * cluster.gpus,
+        host_bytes=0 if cluster.on_cpu else (memory.host_bytes + process + shared) * cluster.gpus,
         host_available_bytes=cluster.host_bytes * (1 - HOST_RESERVE),
         nvme_bytes=memory.nvme_bytes * cluster.gpus,
         nvme_available_bytes=cluster.nvme_bytes,

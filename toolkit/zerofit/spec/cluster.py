@@ -91,13 +91,17 @@ class Cluster:
         if not gpus:
             return cls("cpu")
         # All ranks run in step, so a machine with different GPUs is described by one kind: its first.
-        name, total_bytes = gpus[0]
-        device = by_name(name, total_bytes)
-        if device is None:
+        gpu = gpus[0]
+        device = by_name(gpu.name, gpu.total_bytes)
+        if device is None or not gpu.total_bytes:
+            unknown = "is not in the catalog" if device is None else "has memory that nvidia-smi does not report"
             hint = "give the nearest kind with --gpu KIND and the memory with --device-memory"
-            raise UserError(Problem(kind="unknown-gpu", message=f"GPU {name!r} is not in the catalog", hint=hint))
-        origin = f"this machine: {len(gpus)} x {name}"
-        return cls(device.kind, gpus=len(gpus), host_memory=memory_bytes(), origin=origin)
+            raise UserError(Problem(kind="unknown-gpu", message=f"GPU {gpu.name!r} {unknown}", hint=hint))
+        origin = f"this machine: {len(gpus)} x {gpu.name}"
+        if gpu.is_part:
+            origin = f"this machine: a part (MIG) of {gpu.name}; step times are those of the whole GPU"
+        part_bytes = gpu.total_bytes if gpu.is_part else None
+        return cls(device.kind, gpus=len(gpus), host_memory=memory_bytes(), device_memory=part_bytes, origin=origin)
 
     @property
     def label(self) -> str:
@@ -154,6 +158,8 @@ class Cluster:
             notes.append(f"--gpus: {self.gpus} per node, as in {node.name}")
         if not self.host_memory:
             notes.append(f"--host-memory: {shown_bytes(self.host_bytes)} per node, its share of {node.name}")
+        if self.device.unified_memory:
+            notes.append("the GPU uses the host's memory: figures for the host include the GPU's")
         if not self.network and self.nodes > 1:
             each = node.network / 1e9
             notes.append(f"--network: {each:.3g} GB/s per device between nodes, as in {node.name} ({node.source})")

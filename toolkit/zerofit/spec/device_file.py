@@ -69,6 +69,7 @@ class Device:
     memory_source: str
     host_link: str = "PCIe"  # name of the link to host memory
     architecture: str = ""  # hopper, cdna3, ...: decides memory outside of torch's allocator; "" if unknown
+    unified_memory: bool = False  # the GPU has no memory of its own: it uses the host's, as in a DGX Spark
     compute_capability: tuple[int, int] = (8, 0)  # an A100's, as the next figure, if a user's file has none
     multiprocessors: int = 108
 
@@ -95,6 +96,7 @@ GPU_MODEL = {
     "capability": "CUDA's compute capability: [9, 0]",
     "multiprocessors": "streaming multiprocessors of one device: 132",
 }
+UNIFIED = {"unified_memory": "true if the GPU uses the host's memory [false]"}
 NODE_FIGURES = {
     "network": "bandwidth to other nodes, per second and device: 50GB",
     "gpus": "devices per node [8]",
@@ -121,7 +123,7 @@ ORIGIN = {
     "memory_source": "who reports the memory",
     "date": "date of the source, or the day when it was read: 2024 or 2026-11-23",
 }
-KEYS = {**GPU_FIGURES, **GPU_MODEL, **NODE_FIGURES, **PRICE, **NAMES, **ORIGIN}
+KEYS = {**GPU_FIGURES, **GPU_MODEL, **UNIFIED, **NODE_FIGURES, **PRICE, **NAMES, **ORIGIN}
 # of the files in each folder of the catalog
 REQUIRED = {
     "gpus": (*GPU_FIGURES, *GPU_MODEL, "torch_name", "link_name", "node", *ORIGIN),
@@ -133,7 +135,7 @@ DEVICE_FIELDS = {"torch_name": "name", "memory": "memory_bytes", "capability": "
 
 
 DEVICE_FIELDS |= {key: key for key in ("tflops", "bandwidth", "link", "link_name", "pcie", "host_link")}
-DEVICE_FIELDS |= {key: key for key in ("memory_source", "architecture", "multiprocessors")}
+DEVICE_FIELDS |= {key: key for key in ("memory_source", "architecture", "multiprocessors", "unified_memory")}
 # the field of `Node` that each figure of a node becomes
 NODE_FIELDS = {key: "host_bytes" if key == "host_memory" else key for key in NODE_FIGURES}
 SIZES = (*(key for key in (*GPU_FIGURES, *NODE_FIGURES) if key not in ("tflops", "gpus")),)
@@ -232,6 +234,7 @@ def _check_model(path: Path, entry: dict[object, object], problems: Problems, wh
         "architecture": entry.get("architecture", "") in ("", *ARCHITECTURES),
         "capability": isinstance(capability, list) and [type(number) for number in capability] == [int, int],
         "multiprocessors": type(multiprocessors) is int and 0 < multiprocessors < LARGEST,
+        "unified_memory": entry.get("unified_memory", False) in (True, False),
     }
     for key in (key for key, is_right in right.items() if not is_right):
         hint = f"{key}: {KEYS[key]}"

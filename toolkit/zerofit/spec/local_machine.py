@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from xml.etree import ElementTree
 
 import psutil
 
@@ -141,31 +143,70 @@ def _statistic(path: Path, name: str) -> int:
         return 0
 
 
-def nvidia_gpus() -> list[tuple[str, int]]:
-    """Return name and memory in bytes of each visible GPU, from nvidia-smi."""
-    rows = _ask_nvidia("name", "index", "uuid", "memory.total")
-    # a part of a GPU (MIG) counts as a GPU; nvidia-smi lists the whole GPUs
-    parts = rows if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", "") else []
-    return [(row[0], int(row[3]) * MIB) for row in _visible(rows) or parts if row[3].isdigit()]
-
-
 @dataclass(frozen=True, kw_only=True)
-class GpuMemory:
-    """The memory of one GPU, in bytes."""
+class Gpu:
+    """A visible GPU, or the part of one that CUDA uses. Sizes are in bytes; 0 if nvidia-smi prints none."""
 
+    name: str
     uuid: str
     total_bytes: int
     free_bytes: int
+    is_part: bool = False  # made by MIG
+    of_host: bool = False  # the memory is the host's
 
 
-def gpu_memory(count: int) -> list[GpuMemory]:
-    """Return the memory of the first `count` visible GPUs; [] if nvidia-smi is missing or hangs."""
-    listed = list[list[str]]()
+def nvidia_gpus() -> list[Gpu]:
+    """Return the visible GPUs, from nvidia-smi. Raises UserError if nvidia-smi hangs."""
+    rows = _ask_nvidia("name", "index", "uuid", "memory.total", "memory.free", "mig.mode.current")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    found = _visible(rows)
+    parted = [row[2] for row in (rows if "MIG-" in visible else found) if row[5] == "Enabled"]
+    # CUDA uses one part, and then no whole GPU beside it (NVIDIA's MIG user guide)
+    return (_first_part(parted, visible) if parted else []) or [_gpu(*row[:5]) for row in found if row[2] not in parted]
+
+
+def _gpu(name: str, _: str, uuid: str, total: str, free: str) -> Gpu:
+    if total.isdigit() and free.isdigit():
+        return Gpu(name=name, uuid=uuid, total_bytes=int(total) * MIB, free_bytes=int(free) * MIB)
+    from zerofit.spec.devices import by_name  # reads the catalog
+
+    device = by_name(name)
+    if device and device.unified_memory:  # nvidia-smi prints [N/A] for a GPU without memory of its own
+        host = psutil.virtual_memory()
+        return Gpu(name=name, uuid=uuid, total_bytes=host.total, free_bytes=host.available, of_host=True)
+    return Gpu(name=name, uuid=uuid, total_bytes=0, free_bytes=0)
+
+
+def _first_part(parted: list[str], visible: str) -> list[Gpu]:
+    """Return the first visible part of the GPUs with these UUIDs; [] if they have none.
+
+    `visible`: the value of CUDA_VISIBLE_DEVICES.
+    """
+    wanted = visible.split(",")[0].strip() if visible.startswith("MIG-") else ""
+    names = iter(re.findall(r"UUID: (MIG-[^)\s]+)", _run_nvidia("-L")))  # some drivers leave them out of the XML
+    for gpu in _parsed(_run_nvidia("-q", "-x")).iter("gpu"):
+        for part in gpu.iter("mig_device"):
+            uuid = next(names, "")
+            sizes = [part.findtext(f"fb_memory_usage/{kind}", "").split() for kind in ("total", "reserved", "free")]
+            if gpu.findtext("uuid") in parted and uuid.startswith(wanted):
+                total, reserved, free = (int(size[0]) * MIB if size and size[0].isdigit() else 0 for size in sizes)
+                name = gpu.findtext("product_name", "")
+                return [Gpu(name=name, uuid=uuid, total_bytes=total - reserved, free_bytes=free, is_part=True)]
+    return []
+
+
+def _parsed(text: str) -> ElementTree.Element:
+    try:
+        return ElementTree.fromstring(text)
+    except ElementTree.ParseError:
+        return ElementTree.Element("nothing")
+
+
+def gpu_memory(count: int) -> list[Gpu]:
+    """Return the first `count` visible GPUs whose memory is known; [] if nvidia-smi is missing or hangs."""
     with suppress(UserError):
-        listed = _ask_nvidia("name", "index", "uuid", "memory.total", "memory.free")
-    rows = _visible([row for row in listed if row[3].isdigit() and row[4].isdigit()])
-    sizes = [(uuid, int(total) * MIB, int(free) * MIB) for _, _, uuid, total, free in rows[:count]]
-    return [GpuMemory(uuid=uuid, total_bytes=total, free_bytes=free) for uuid, total, free in sizes]
+        return [gpu for gpu in nvidia_gpus() if gpu.total_bytes][:count]
+    return []
 
 
 def _visible(rows: list[list[str]]) -> list[list[str]]:
@@ -181,33 +222,37 @@ def _visible(rows: list[list[str]]) -> list[list[str]]:
 
 
 def _ask_nvidia(*fields: str) -> list[list[str]]:
-    """Return these fields of each GPU from nvidia-smi; [] if nvidia-smi is not installed.
+    """Return these fields of each GPU from nvidia-smi; [] if nvidia-smi is not installed."""
+    lines = _run_nvidia(f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits").splitlines()
+    # Only the first field, a name, may contain commas, so lines are split from the right.
+    rows = [[value.strip() for value in line.rsplit(",", len(fields) - 1)] for line in lines]
+    return [row for row in rows if len(row) == len(fields)]
+
+
+def _run_nvidia(*arguments: str) -> str:
+    """Return what nvidia-smi prints; "" if it is not installed.
 
     Raises UserError if nvidia-smi hangs, as it does when the driver does.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
-        return []
-    query = [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+        return ""
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=SMI_S, check=False)
+        return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=SMI_S, check=False).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         message = f"{program} does not answer: {error}"
         hint = "look for the driver's errors with `dmesg`, or say which GPUs there are with --gpu and --gpus"
         raise UserError(Problem(kind="gpu", message=message, hint=hint)) from None
-    # Only the first field, a name, may contain commas, so lines are split from the right.
-    rows = [[value.strip() for value in line.rsplit(",", len(fields) - 1)] for line in done.stdout.splitlines()]
-    return [row for row in rows if len(row) == len(fields)]
 
 
-def amd_gpus() -> list[tuple[str, int]]:
-    """Return name and memory in bytes of each AMD GPU, from torch; [] without AMD's driver."""
+def amd_gpus() -> list[Gpu]:
+    """Return the AMD GPUs, from torch; [] without AMD's driver."""
     if not Path("/dev/kfd").exists():
         return []
     import torch  # no command-line program for this is always installed
 
     found = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
-    return [(gpu.name, gpu.total_memory) for gpu in found]
+    return [Gpu(name=gpu.name, uuid="", total_bytes=gpu.total_memory, free_bytes=0) for gpu in found]
 
 
 def libaio() -> dict[str, bool]:

@@ -151,7 +151,7 @@ def remedies_of(setup: SearchSetup, cluster: Cluster) -> list[str]:
     if cluster.on_cpu:
         return remedies
     host_bytes = host_needed(setup.profile, cluster, setup.request, forecast)
-    if host_bytes is not None:
+    if host_bytes is not None and not cluster.device.unified_memory:
         remedies.append(f"{shown_bytes(host_bytes)} of host memory per node (--host-memory)")
     # Only the smallest device that suffices is named. Host memory stays the same, so that only one thing changes.
     larger = [d for d in DEVICES.values() if d.memory_bytes > cluster.device.memory_bytes]

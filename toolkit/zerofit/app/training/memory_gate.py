@@ -325,6 +325,8 @@ def _host_verdict(forecasts: RankForecasts, host: HostMemory) -> HostVerdict:
         phases.update(record.host_phases)
     phase, tensors = max(phases.items(), key=lambda pair: pair[1])
     processes = HOST_PROCESS_BYTES * len(records)
+    if forecasts.cluster.device.unified_memory:
+        tensors += (forecasts.summary.reserved_bytes + forecasts.summary.beside_bytes) * len(records)
     needed, pinned = tensors + processes, sum(record.host["pinned"] for record in records)
     word = NOT if needed > host.host_bytes else FITS
     if word == FITS and needed > host.host_bytes * (1 - HOST_RESERVE):

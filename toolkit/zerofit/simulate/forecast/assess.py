@@ -67,7 +67,8 @@ def assess(simulated: SimulatedRank | SimulatedScriptRank, cluster: Cluster) -> 
         beside += unseen_on_cpu(peak.bytes, largest, bool(facts.experts))
     host = record.host
     verdict, reserved, ahead = _verdict(record, beside, cluster, simulated.target.alloc_conf)
-    host_node_bytes, host_fits, host_sentence = _host(host, cluster)
+    shared = reserved + sum(o.bytes for o in beside) if cluster.device.unified_memory else 0
+    host_node_bytes, host_fits, host_sentence = _host(sum(host.values()) + shared, cluster)
     last = max(phase.step for phase in record.phases)
     return Simulation(
         world_size=layout.world_size,
@@ -209,10 +210,10 @@ def _communicators(groups: list[GroupUse]) -> list[Communicator]:
     return found
 
 
-def _host(host: dict[str, int], cluster: Cluster) -> tuple[int, bool, str]:
+def _host(rank_bytes: int, cluster: Cluster) -> tuple[int, bool, str]:
     if cluster.on_cpu:
         return 0, True, ""
-    needed = (sum(host.values()) + HOST_PROCESS_BYTES) * cluster.gpus
+    needed = (rank_bytes + HOST_PROCESS_BYTES) * cluster.gpus
     available = round(cluster.host_bytes * (1 - HOST_RESERVE))
     ranks = f"{counted(cluster.gpus, 'rank')} need{'s' if cluster.gpus == 1 else ''}"
     sentence = (
