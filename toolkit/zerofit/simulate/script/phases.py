@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -128,13 +128,12 @@ class ScriptPhases:
             self.engines.append(engine)
             if has_optimizer(engine):
                 # Lightning Fabric 2.6 makes the steps of DeepSpeed's optimizer itself, without `engine.step`
-                engine.optimizer.step = MethodType(self._direct_step(engine), engine.optimizer)
+                optimizer: Any = engine.optimizer
+                optimizer.step = MethodType(self._direct_step(engine, optimizer.step), optimizer)
 
         return init
 
-    def _direct_step(self, engine: DeepSpeedEngine) -> Callable[..., object]:
-        method = engine.optimizer.step
-
+    def _direct_step(self, engine: object, method: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(method)
         def step(_: object, *args: object, **kwargs: object) -> object:
             if self._busy:
