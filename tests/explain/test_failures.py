@@ -34,6 +34,7 @@ NOT_INITIALIZED = "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when 
 CUDA = (
     "torch.AcceleratorError: CUDA error: {}\nCUDA kernel errors might be asynchronously reported at some other API call"
 )
+COMPILER = "Command '['/usr/bin/gcc', '/tmp/t/main.c', '-lcuda']' returned non-zero exit status 1."
 
 # cause -> logs that no test can produce on a CPU
 LOGS = {
@@ -110,6 +111,7 @@ LOGS = {
         "Failed to initialize NVML: Driver/library version mismatch",
         CUDA.format("no kernel image is available for execution on the device"),
         "ImportError: flash_attn_2_cuda.cpython-311-x86_64-linux-gnu.so: undefined symbol: _ZN3c104cuda9SetDeviceEab",
+        "ImportError: libcudart.so.12: cannot open shared object file: No such file or directory",
     ],
     "not-finite": [
         "RuntimeError: probability tensor contains either `inf`, `nan` or element < 0",
@@ -140,8 +142,31 @@ LOGS = {
         "AssertionError: no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage 2"
     ],
     "op-not-built": ["ninja: build stopped: subcommand failed.\nRuntimeError: Error building extension 'cpu_adam'"],
+    "kernel-not-compiled": [
+        logged("check_call(cc)", error="torch._inductor.exc.InductorError: CalledProcessError: " + COMPILER),
+        logged("check_call(cc)", error="subprocess.CalledProcessError: " + COMPILER),
+    ],
+    "cuda-after-fork": [
+        "torch.multiprocessing.spawn.ProcessRaisedException: \n\n-- Process 0 terminated with the following error:\n"
+        + logged("torch.cuda.set_device(0)", error=CUDA.format("initialization error"))
+    ],
+    "objects-in-file": [
+        "_pickle.UnpicklingError: Weights only load failed. This file can still be loaded.\n"
+        "\tWeightsUnpickler error: Unsupported global: GLOBAL deepspeed.runtime.fp16.loss_scaler.LossScaler"
+    ],
+    "file-damaged": [
+        "_pickle.UnpicklingError: Weights only load failed. WeightsUnpickler error: Unsupported operand 118",
+        "_pickle.UnpicklingError: invalid load key, 'v'.",
+    ],
+    "gradient-twice": [
+        "RuntimeError: Expected to mark a variable ready only once. This error is caused by one of the following",
+        "AssertionError: The parameter 12 has already been reduced. Gradient computed twice for this partition.",
+    ],
     "access-denied": ["huggingface_hub.errors.GatedRepoError: 401 Client Error.\nCannot access gated repo"],
-    "gpu-too-old": ["RuntimeError: FlashAttention only supports Ampere GPUs or newer."],
+    "gpu-too-old": [
+        "RuntimeError: FlashAttention only supports Ampere GPUs or newer.",
+        "RuntimeError: FlashInfer requires GPUs with sm75 or higher",
+    ],
     "rendezvous": [
         "[W] [c10d] The IPv6 network addresses of (node1, 29500) cannot be retrieved (gai error: -2 - Name or service)",
         "RuntimeError: Timed out initializing process group in store based barrier on rank: 0",
@@ -164,6 +189,8 @@ LOGS = {
         LAUNCHER.format(code=1, signal=""),
         "  Last State: Terminated\n    Reason: Error\n    Exit Code:    137",
         "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.",
+        "(raylet) A worker died or was killed while executing a task by an unexpected system error. Lease ID: 0a00",
+        "subprocess.CalledProcessError: Command '['/opt/gcc/bin/python', 'train.py']' returned non-zero exit status 1.",
         "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
         "subprocess.CalledProcessError: Command '['python', 'train.py']' died with <Signals.SIGKILL: 9>.",
         "step 120 loss 2.31\nzsh: killed     python train.py",
@@ -185,6 +212,17 @@ def test_a_failure_is_named_with_what_to_do_next(cause, text):
     found = explained(text)
     assert found.cause == cause
     assert found.run_next or found.changes or found.at
+
+
+def test_nccl_s_own_message_is_shown():
+    error = "DistBackendError: NCCL error, unhandled cuda error\nLast error:\nCuda failure 304 'OS call failed'"
+    assert explained(error).evidence == ("Cuda failure 304 'OS call failed'",)
+
+
+def test_an_error_of_a_spawned_process_is_named():
+    spawned = "torch.multiprocessing.spawn.ProcessRaisedException: \n\n-- Process 0 terminated with this error:\n"
+    found = explained(spawned + logged("run()", error="ValueError: no such file"))
+    assert "ValueError: no such file" in found.summary
 
 
 def test_the_line_of_an_index_is_asked_for_only_where_the_traceback_lacks_it():

@@ -78,7 +78,8 @@ def _others(group: Sequence[Finding], most: int) -> Iterator[str]:
     without_key = {f.message.replace(f.path, "").replace(f.path.rpartition(".")[2], "") for f in group[:most]}
     if others and len(without_key) == 1:
         rest = f", and at {unlisted} more places" if unlisted else ""
-        yield f"also line {', '.join(f'{finding.line} ({finding.path})' for finding in others)}{rest}"
+        places = (f"{f.line} ({f.path})" if f.path else str(f.line) for f in others)
+        yield f"also line {', '.join(places)}{rest}"
         return
     yield from (f"also line {finding.line}: {finding.message}" for finding in others)
     if unlisted:

@@ -31,10 +31,12 @@ _IGNORED = re.compile(r"Exception ignored |--- Logging error ---")  # the line b
 _FIRST_FAILURE = re.compile(r"Root Cause \(first observed failure\):\n.*\n *time *: (\S+)\n.*\n *rank *: (\d+)")
 # raised by launchers, in processes that they stop, and before the original traceback of a worker
 _LAUNCHERS = re.compile(
-    r"ChildFailedError|CalledProcessError|SignalException|SystemExit|KeyboardInterrupt|\bEmpty\b|: Caught \w+ in "
+    r"ChildFailedError|(?:^|\.)CalledProcessError|SignalException|SystemExit|KeyboardInterrupt|\bEmpty\b"
+    r"|spawn\.Process(?:Raised|Exited)Exception|: Caught \w+ in "
 )
 _WARNING = re.compile(r"\b(?:[A-Z]\w*)?(?:Warning|WARNING)\b")
 _TIMEOUT = re.compile(r"OpType=(\w+).*?Timeout\(ms\)=(\d+)")
+_NCCL = re.compile(r"Last error: (.+)")  # torch adds NCCL's own message to its error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +109,8 @@ def _listed(lines: Sequence[LogLine], progress: Progress, kind: str) -> Failure 
 
 def _failure(entry: FailureEntry, lines: Sequence[LogLine], found: Sequence[int]) -> Failure:
     message = joined_message(lines, found[0])
-    timeout = _TIMEOUT.search(message)
+    timeout, nccl = _TIMEOUT.search(message), _NCCL.search(message)
+    evidence = (f"{timeout[1]} waited for {int(timeout[2]) / 1000:.0f} s",) if timeout else ()
     return Failure(
         cause=entry.cause,
         summary=entry.summary if entry.may_be_memory else f"{NO_SHORTAGE} {entry.summary}",
@@ -115,7 +118,7 @@ def _failure(entry: FailureEntry, lines: Sequence[LogLine], found: Sequence[int]
         message=shortened(message),
         is_consequence=entry.is_consequence,
         ranks=tuple(dict.fromkeys(lines[at].rank for at in found if lines[at].rank)),
-        evidence=(f"{timeout[1]} waited for {int(timeout[2]) / 1000:.0f} s",) if timeout else (),
+        evidence=(*evidence, shortened(nccl[1])) if nccl else evidence,
         changes=entry.changes,
         run_next=entry.run_next,
     )
