@@ -56,6 +56,33 @@ def test_train_and_val_folders(tmp_path, opened, refused):
     assert problem.kind == "unknown-class" and "yak" in problem.message
 
 
+@pytest.mark.parametrize("names", [("Train", "Test"), ("training", "validation"), ("TRAIN", "dev")])
+def test_splits_are_no_classes_whatever_they_are_called(tmp_path, opened, names):
+    for i in range(4):
+        paint(tmp_path / names[i // 2] / CLASSES[i % 2] / f"{i}.png", i)
+    data = opened("image", data=f"imagefolder:{tmp_path}", image_size=16)
+    assert data.inputs.classes == 2 and data.valid.files == tuple(
+        f"{names[1]}/{c}/{i}.png" for i, c in ((2, "cat"), (3, "dog"))
+    )
+
+
+def test_one_class_is_refused_and_the_folder_of_an_archive_is_named(folder, opened, refused):
+    (problem,) = refused("image", data=f"imagefolder:{folder.parent}")
+    assert problem.kind == "data-classes" and f"imagefolder:{folder}" in problem.hint
+    for name in CLASSES[1:]:
+        (folder / name).rename(folder.parent / name)
+    (problem,) = refused("image", data=f"imagefolder:{folder}")
+    assert problem.kind == "data-classes" and "1 class (cat)" in problem.message
+    assert opened("gan", data=f"imagefolder:{folder}").inputs.classes == 1
+
+
+def test_files_that_are_no_images_are_counted(folder, opened):
+    for name in ("cat/a.HEIC", "dog/b.heic", "dog/notes.txt"):
+        (folder / name).write_bytes(b"")
+    notes = opened("image", data=f"imagefolder:{folder}", image_size=16).notes
+    assert "3 files without the suffix of an image not used: 2 .heic, 1 .txt" in notes
+
+
 def test_broken_images_are_named(broken, refused):
     (problem,) = refused("image", data=f"imagefolder:{broken}")
     assert problem.kind == "bad-image" and "2 images" in problem.message and "--skip-bad" in problem.hint

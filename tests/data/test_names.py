@@ -35,6 +35,12 @@ def test_a_bare_path_is_read_for_the_user(tmp_path):
         assert problem(split_name, missing).message == f"--data {missing}: no such file or folder"
 
 
+def test_archives_are_not_taken_for_text(tmp_path):
+    (tmp_path / "0.tar").touch()
+    for name in (str(tmp_path), f"{tmp_path}/0.tar", f"{tmp_path}/{{0..9}}.tar"):
+        assert "extract" in problem(split_name, name).hint
+
+
 @pytest.mark.parametrize("name", ["text", "text:", "digits:5", "imagefolder"])
 def test_arguments_that_lack_or_are_too_much(name):
     assert problem(split_name, name).kind == "data-argument"

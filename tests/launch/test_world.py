@@ -15,6 +15,7 @@ from zerofit.launch.world import (
     is_first,
     leave_world,
     threads_of,
+    unused_nodes,
 )
 from zerofit.spec.errors import UserError
 
@@ -99,6 +100,20 @@ def test_a_step_s_port_is_that_of_all_its_tasks_and_of_no_other_step():
 def test_no_launcher_has_started_this(env):
     assert given_world(env) is None
     assert is_first(env)
+
+
+@pytest.mark.parametrize("bad", [{"RANK": ""}, {"RANK": "one"}, {"RANK": "2"}])
+def test_a_process_without_a_possible_rank_reports_the_error_itself(bad):
+    assert is_first(TORCHRUN | bad)
+    with pytest.raises(UserError):
+        given_world(TORCHRUN | bad)
+
+
+def test_nodes_that_would_stay_idle_are_noted():
+    for env, launcher in (({**BATCH, "SLURM_JOB_NUM_NODES": "2"}, "srun"), ({"PET_NNODES": "4"}, "torchrun")):
+        assert unused_nodes(env).endswith(f"start it with {launcher}")
+    for env in ({}, {"SLURM_JOB_NUM_NODES": "1"}, {"PET_NNODES": "1:4"}, STEP | {"SLURM_JOB_NUM_NODES": "2"}):
+        assert not unused_nodes(env)
 
 
 @pytest.mark.parametrize(

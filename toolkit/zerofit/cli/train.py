@@ -21,7 +21,7 @@ from zerofit.cli.console import out as stdout
 from zerofit.cli.options import ANYWAY, AS_JSON, PATH, TRUST_MODEL_CODE, given, run_options
 from zerofit.launch.rendezvous import quiet_torch
 from zerofit.launch.run_lock import is_held
-from zerofit.launch.world import drop_settings, given_world, is_first
+from zerofit.launch.world import drop_settings, given_world, is_first, unused_nodes
 from zerofit.models.names import model_table
 from zerofit.report.run_history import FIGURES
 from zerofit.spec.errors import Problem, RunFailed, UserError
@@ -79,8 +79,8 @@ def _train(target: str | None, flags: dict[str, object], anyway: bool, trusted: 
         flags, earlier = _default_job(Path("runs")) if world is None else (DEFAULT_JOB, "")
     request = read_request(target, flags, trusted)
     with EventConsole(request.run.log_every) as console:
-        if earlier:
-            console.say(earlier)
+        for note in filter(None, (earlier, "" if world else unused_nodes(os.environ))):
+            console.say(note)
         console.say("checking the run, the model and the data ...")  # importing torch takes seconds
         if world:
             # torch logs every attempt to connect, in each process.

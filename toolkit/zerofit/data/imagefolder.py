@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -36,11 +37,14 @@ IMAGENET = Scaling(mean=(255 * 0.485, 255 * 0.456, 255 * 0.406), std=(255 * 0.22
 T = TypeVar("T")
 R = TypeVar("R")
 
-VALID_NAMES = ("val", "valid", "validation", "test")
+TRAIN_NAMES = ("train", "training")  # in any case, as are the others
+VALID_NAMES = ("val", "valid", "validation", "dev", "test", "testing")
 VALID_SHARE = 0.10
 FORMAT = "images-2"  # increase it if the set of readable files changes
 NAMED = 20  # maximum number of files named in an error
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp", ".gif"})
+SUFFIXES = frozenset(
+    {".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp", ".gif", ".avif"}
+)
 # folders created by systems and programs, skipped like folders that start with a dot
 _SYSTEM = frozenset({"__macosx", "@eadir", "#recycle", "$recycle.bin", "system volume information", "lost+found"})
 _LARGEST = 65535  # of pixels with 16 bits
@@ -65,7 +69,7 @@ def open_imagefolder(name: str, run: Run, task: Task, progress: Reporter) -> Dat
 
     Without a validation folder, 10 % of the files are held out, chosen by the hash of their relative names. Each file
     is decoded once to check it (cached by name, size and time). For a GAN, values are in -1..1. Raises UserError
-    "data-missing", "no-classes", "unknown-class", "bad-image" or "empty-data".
+    "data-missing", "no-classes", "data-classes", "unknown-class", "bad-image" or "empty-data".
     """
     root = Path(name.removeprefix("imagefolder:")).expanduser().absolute()
     if not root.is_dir():
@@ -77,7 +81,10 @@ def open_imagefolder(name: str, run: Run, task: Task, progress: Reporter) -> Dat
     # epoch.
     folders = split_folders(root)
     classes = _class_names(folders[0])
-    files = [_image_files(root, folder, classes) for folder in folders]
+    others = Counter[str]()
+    files = [_image_files(root, folder, classes, others) for folder in folders]
+    if len(classes) == 1 and files[0] and task != "gan":
+        raise UserError(_one_class(folders[0] / classes[0]))
     bad = _unreadable(root, [file for part in files for file in part], progress)
     if bad and not run.skip_bad:
         raise UserError(bad_images(f"cannot decode {counted(len(bad), 'image')} in {root}", root, bad))
@@ -97,7 +104,7 @@ def open_imagefolder(name: str, run: Run, task: Task, progress: Reporter) -> Dat
         train=images.of(train, "gan" if task == "gan" else "train"),
         valid=images.of(valid, "valid"),
         inputs=ImageInputs(channels=3, size=size, classes=len(classes), **images.scaling.units()),
-        notes=tuple(_notes(classes, train, bad)),
+        notes=tuple(_notes(classes, train, bad, others)),
     )
 
 
@@ -163,8 +170,18 @@ def _class_names(folder: Path) -> list[str]:
     return names
 
 
-def _image_files(root: Path, folder: Path, classes: list[str]) -> list[ImageFile]:
-    """Return all image files, sorted by class and name. Raises UserError."""
+def _one_class(folder: Path) -> Problem:
+    """Return the problem of a data set whose only class is this folder."""
+    message = f"{folder.parent} has 1 class ({folder.name}), so there is nothing to learn"
+    inner = [entry.name for entry in os.scandir(folder) if entry.is_dir() and is_own(entry.name)]
+    hint = "use one folder per class, PATH/CLASS/*.jpg"
+    if len(inner) > 1:  # an archive's own folder
+        hint = f"its folders are the classes? use imagefolder:{folder}"
+    return Problem(kind="data-classes", message=message, hint=hint, where="--data")
+
+
+def _image_files(root: Path, folder: Path, classes: list[str], others: Counter[str]) -> list[ImageFile]:
+    """Return all image files, sorted by class and name, and count other files. Raises UserError."""
     unknown = sorted(set(_class_names(folder)) - set(classes))
     if unknown:
         message = f"{folder} has classes that the training images lack: {', '.join(unknown[:20])}"
@@ -174,22 +191,22 @@ def _image_files(root: Path, folder: Path, classes: list[str]) -> list[ImageFile
         ImageFile(name=str(Path(path).relative_to(root)), label=label, stamp=(stat.st_size, stat.st_mtime_ns))
         for label, name in enumerate(classes)
         if (folder / name).is_dir()
-        for path, stat in image_paths(folder / name)
+        for path, stat in image_paths(folder / name, others)
     ]
     # Folders with files but no images are no classes, but annotations (COCO) or labels (YOLO).
     present = {file.label for file in files}
     without = [name for label, name in enumerate(classes) if label not in present]
-    others = [name for name in without if any(in_folder for _, _, in_folder in os.walk(folder / name))]
+    wrong = [name for name in without if any(in_folder for _, _, in_folder in os.walk(folder / name))]
     # A class of the training folder may lack validation images, so an empty folder is no error.
-    if others:
-        message = f"{folder} has folders without images: {', '.join(others[:NAMED])}; each would become a class"
+    if wrong:
+        message = f"{folder} has folders without images: {', '.join(wrong[:NAMED])}; each would become a class"
         hint = "use one folder per class, PATH/CLASS/*.jpg; move all other files out of PATH"
         raise UserError(Problem(kind="no-classes", message=message, hint=hint, where="--data"))
     return sorted(files, key=lambda file: (file.label, file.name))
 
 
-def _notes(classes: list[str], train: list[ImageFile], bad: dict[str, str]) -> Iterator[str]:
-    """Yield what the user should know of the classes and of bad files."""
+def _notes(classes: list[str], train: list[ImageFile], bad: dict[str, str], others: Counter[str]) -> Iterator[str]:
+    """Yield what the user should know of the classes, of bad files and of files without an image's suffix."""
     shown = ", ".join(classes[:10]) + (", ..." if len(classes) > 10 else "")
     yield f"{len(classes)} {'classes' if len(classes) > 1 else 'class'}: {shown}"
     present = {file.label for file in train}
@@ -198,6 +215,9 @@ def _notes(classes: list[str], train: list[ImageFile], bad: dict[str, str]) -> I
         yield f"{len(empty)} of {len(classes)} classes have no training image: {', '.join(empty[:10])}"
     if bad:
         yield f"{counted(len(bad), 'broken image')} skipped"
+    if others:
+        kinds = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(5))
+        yield f"{counted(others.total(), 'file')} without the suffix of an image not used: {kinds}"
 
 
 # Decoding all images takes as long as an epoch, so the result is cached by name, size and time of each file. Without
@@ -257,8 +277,8 @@ def is_own(name: str) -> bool:
     return not name.startswith(".") and name.lower() not in _SYSTEM
 
 
-def image_paths(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield paths and stat results of all image files under a folder."""
+def image_paths(folder: Path, others: Counter[str]) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield paths and stat results of all image files under a folder, and count other files by suffix."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if not is_own(entry.name):
@@ -267,16 +287,18 @@ def image_paths(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
                 inner = Path(entry.path)
                 # A link to a folder is followed, unless it leads to a folder that contains it.
                 if not (entry.is_symlink() and folder.resolve().is_relative_to(inner.resolve())):  # a loop
-                    yield from image_paths(inner)
-            elif os.path.splitext(entry.name)[1].lower() in SUFFIXES:
+                    yield from image_paths(inner, others)
+            elif (suffix := os.path.splitext(entry.name)[1].lower()) in SUFFIXES:
                 yield entry.path, entry.stat()
+            else:
+                others[suffix or entry.name] += 1
 
 
 def split_folders(root: Path) -> list[Path]:
     """Return the training folder and, if it exists, the validation folder."""
-    if not (root / "train").is_dir():
-        return [root]
-    return [root / "train", *[root / name for name in VALID_NAMES if (root / name).is_dir()][:1]]
+    folders = {path.name.lower(): path for path in root.glob("*/")}
+    train, valid = ([folders[name] for name in names if name in folders][:1] for names in (TRAIN_NAMES, VALID_NAMES))
+    return [*train, *valid] if train else [root]
 
 
 def split_by_name(files: Sequence[T], name: Callable[[T], str]) -> tuple[list[T], list[T]]:

@@ -51,6 +51,7 @@ class SourceKind:
     required: bool = False
 
 
+ARCHIVES = (".tar", ".tgz", ".zip", ".7z", ".rar")
 _IMAGE, _TABLE, _TEXT = frozenset({"image"}), frozenset({"table"}), frozenset({"text"})
 _MASKS = frozenset({"masks"})
 
@@ -116,7 +117,10 @@ def split_name(data: str) -> tuple[str, str]:
     if kind is None:
         message = f"--data {data}: unknown kind of data ({', '.join(KINDS)})"
         path, hint = Path(data).expanduser(), nearest(word, KINDS)
-        if path.is_dir():
+        if path.suffix in ARCHIVES or (path.is_dir() and any(file.suffix in ARCHIVES for file in path.iterdir())):
+            message = f"--data {data}: archives (also WebDataset's) are not read"
+            hint = "extract them: imagefolder:PATH needs PATH/CLASS/*.jpg, text:GLOB and jsonl:GLOB need plain files"
+        elif path.is_dir():
             hint = f"did you mean {_kinds_of_folder(path, data)}?"
         elif path.is_file():
             hint = f"did you mean {kind_of_file(path)}:{data}?"

@@ -126,9 +126,22 @@ def given_world(env: Mapping[str, str]) -> World | None:
 
 
 def is_first(env: Mapping[str, str]) -> bool:
-    """Return whether this is the process of rank 0, according to the environment."""
-    ranks = [env[names.rank] for names in NAMES if _is_given(names, env)]
-    return not ranks or ranks[0] == "0"
+    """Return whether this process reports errors: rank 0's, or one whose variable is no rank of another process."""
+    names = next((names for names in NAMES if _is_given(names, env)), None)
+    if names is None or not re.fullmatch(r"[1-9][0-9]{0,8}", env[names.rank]):
+        return True
+    size = env.get(names.size, "")
+    return bool(re.fullmatch(r"[0-9]{1,9}", size)) and 0 < int(size) <= int(env[names.rank])
+
+
+def unused_nodes(env: Mapping[str, str]) -> str:
+    """Return a note if a scheduler has given several nodes to a process without a launcher, else ""."""
+    for name, launcher in (("SLURM_JOB_NUM_NODES", "srun"), ("PET_NNODES", "torchrun")):
+        nodes = env.get(name, "")
+        # a step of Slurm runs on the nodes that `srun` named
+        if re.fullmatch(r"[1-9][0-9]{0,5}", nodes) and int(nodes) > 1 and "SLURM_STEP_ID" not in env:
+            return f"note: {name} is {nodes}, but `zerofit train` uses only this node; start it with {launcher}"
+    return ""
 
 
 def leave_world(env: MutableMapping[str, str]) -> None:
@@ -243,7 +256,8 @@ def _number(name: str, env: Mapping[str, str], least: int, most: int, problems: 
         hint = "use a launcher that sets it (deepspeed, torchrun, srun, mpirun), or unset the other variables"
         problems.add(KIND, f"{name} is not set, but other variables of a launcher are", hint, name)
     elif not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= most:
-        problems.add(KIND, f"{name} is {text!r}, not a number from {least} to {most}", "", name)
+        hint = "a launcher sets it; unset it to train without a launcher"
+        problems.add(KIND, f"{name} is {text!r}, not a number from {least} to {most}", hint, name)
     else:
         return int(text)
     return None
