@@ -328,7 +328,8 @@ def test_the_reason_for_a_patch_is_still_in_the_library(reason):
 def test_every_patch_is_listed():
     applied = (*patches.ALWAYS, *gpu_patches.ON_EVERY_GPU, *gpu_patches.OF_RUNS, *gpu_patches.OF_RUNS_ON_GPU)
     everywhere = [patch.__name__ for patch in applied]
-    assert {*everywhere, "compiled_ops", "item", "rng_state", "record_stream"} == set(PATCHES)
+    with_arguments = {"compiled_ops", "item", "rng_state", "record_stream", "packed_samples", "no_padding"}
+    assert {*everywhere, *with_arguments} == set(PATCHES)
 
 
 def test_fake_parameters_cannot_be_swapped():

@@ -219,7 +219,6 @@ def _with_autos_filled(
     # `from_pretrained` would then build the model with the cluster's JSON, so the user's config is restored in the end.
     own_config = getattr(args, "hf_deepspeed_config", None)
     try:
-        # makes itself the process's global config, which from_pretrained uses
         filler = HfTrainerDeepSpeedConfig(written)
         cluster_args = _AsOnCluster(args, ranks)
         filler.trainer_config_process(cluster_args)

@@ -72,6 +72,7 @@ class CastCache:
             return [self.cast(element, to) for element in value]
         if not self.eligible(value) or value.dtype == to:
             return value
+        # the condition of `cached_cast`: temporaries would fill the cache
         weight = value.dtype == torch.float32 and value.requires_grad and value.is_leaf and not value._is_view()
         if not weight or to != self.lower or not torch.is_autocast_cache_enabled():
             return value.to(to)

@@ -106,6 +106,7 @@ class SimulatedHost(CPU_Accelerator):
 
     def available_memory(self, device_index: int | None = None) -> int:
         """Return the device's free memory in bytes."""
+        # decides where ZeRO 1 and 2 flatten the parameters (stage_1_and_2.py, flatten_on_accelerator)
         return max(0, self._device_bytes - self._meter.live())
 
     def memory_allocated(self, device_index: int | None = None) -> int:
@@ -225,7 +226,7 @@ class FakeOps:
     gds_handle = aio_handle  # of device memory
 
     def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):
+        if name.startswith("__"):  # else copy and pickle would call a function that does nothing
             raise AttributeError(name)
 
         def work(*args: object, **_: object) -> int:
@@ -254,6 +255,7 @@ class _AsyncHandle:
         self._pending += 1
         return 0
 
+    # DeepSpeed's swappers assert that this is the number of their requests (runtime/swap_tensor)
     def wait(self) -> int:
         done, self._pending = self._pending, 0
         return done
@@ -263,7 +265,7 @@ class _AsyncHandle:
 
     def new_cpu_locked_tensor(self, count: int, like: Tensor) -> Tensor:
         tensor = like.new_empty(count, device="cpu")
-        self._meter.pin(tensor, LOCKED)
+        self._meter.pin(tensor, LOCKED)  # not by torch's allocator, which rounds sizes up and caches blocks
         return tensor
 
     def free_cpu_locked_tensor(self, tensor: Tensor) -> bool:

@@ -89,6 +89,7 @@ def constants() -> None:
         if not known or device is None or torch.device(cast("str | torch.device", device)).type in ("cpu", "meta"):
             return original(self, func, types, args, kwargs)
         values = [t.constant for t in known]
+        # only for this call: on the host, the tensors keep their values
         for t in known:
             t.constant = None
         try:
@@ -140,11 +141,13 @@ def attention() -> None:
     original: Callable[..., torch.Tensor] = nn.functional.scaled_dot_product_attention
     on_cuda = cast("Callable[..., torch.Tensor]", cuda_attention)
 
+    # the conditions of `fakes.kernels`; the real functions also ask for the GPU's generation in C++
     def takes_flash(params: SDPAParams, debug: bool = False) -> bool:
         return params.query.dtype != torch.float32 and params.attn_mask is None
 
     def scaled_dot_product_attention(query: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         device = query.device.type
+        # jagged tensors choose their kernel in Python, by the two functions below
         if device in ("cpu", "meta") or query.is_nested:
             return original(query, *args, **kwargs)
         if not torch.is_autocast_enabled(device):
@@ -247,6 +250,7 @@ class HostSteps:
         """Step a group. The first step of a group allocates its moments."""
         from deepspeed.runtime.superoffload.superoffload_utils import ResultKeys, TaskKeys
 
+        # in place and without values, so a step itself needs no code
         if sub_group_id not in self._moments:
             self._moments[sub_group_id] = torch.zeros_like(fp32_param), torch.zeros_like(fp32_param)
         self._done.append({TaskKeys.SUB_GROUP_ID: sub_group_id, ResultKeys.UPDATED_PARAM: fp32_param})
@@ -257,7 +261,7 @@ class HostSteps:
 
 
 ON_EVERY_GPU = (gpu_ops, constants, backend_keys, attention, norms, list_indices, sends_in_batches)
-OF_RUNS = (patches.small_values, patches.packed_samples, patches.no_padding, patches.data_setter, experts)
+OF_RUNS = (patches.small_values, patches.data_setter, experts)
 OF_RUNS_ON_GPU = (state_space, tensor_constructor, autocast, expert_rows, direct_storage, superoffload)
 
 
@@ -277,7 +281,5 @@ def apply_to_run(gpu: bool, meter: AllocationTracker, packed: bool, padded: bool
     apply_common(gpu, meter)
     for patch in OF_RUNS + (OF_RUNS_ON_GPU if gpu else ()):
         patch()
-    if packed:
-        patches.packed_samples(packed)
-    if padded:
-        patches.no_padding(padded)
+    patches.packed_samples(packed)
+    patches.no_padding(padded)

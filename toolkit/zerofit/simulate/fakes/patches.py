@@ -62,6 +62,7 @@ def module_apply() -> None:
 
     def apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         own = [t for t in [*self._parameters.values(), *self._buffers.values()] if t is not None]
+        # a module without tensors also ends up below, since its children may have fakes
         if own and not any(isinstance(t, FakeTensor) for t in own):
             return original(self, fn, recurse)
         if recurse:
@@ -93,6 +94,7 @@ def item(meter: AllocationTracker) -> None:
     """
 
     def local_scalar_dense(fake_mode: object, func: OpOverload, arg: FakeTensor) -> object:
+        # 1.0 rather than 0.0: code divides by norms and loss scales. False: no overflow, no parameter to skip.
         if arg.constant is not None:
             return arg.constant.item()
         if meter.in_own_code():
@@ -115,7 +117,7 @@ def tracing() -> None:
     replace_in(masking_utils, "is_tracing", MASKING["is_tracing"])
 
 
-def packed_samples(packed: bool = False) -> None:
+def packed_samples(packed: bool) -> None:
     """Keep transformers from reading the values of positions to find packed samples.
 
     (transformers.masking_utils)
@@ -126,7 +128,7 @@ def packed_samples(packed: bool = False) -> None:
     replace_in(masking_utils, name, (PACKED_MASKING if packed else MASKING)[name])
 
 
-def no_padding(padded: bool = False) -> None:
+def no_padding(padded: bool) -> None:
     """Let transformers find that a mask of ones (e.g. BART's) hides nothing.
 
     (transformers.masking_utils)
@@ -339,7 +341,7 @@ def data_setter() -> None:
 
     def set_data(self: FakeTensor, value: object) -> None:
         data.__set__(self, value)
-        self.constant = None
+        self.constant = None  # of the old data
         if isinstance(value, FakeTensor):
             self.fake_device = value.fake_device
 

@@ -141,8 +141,9 @@ def _or_fakes(weight: type[nn.Parameter], state: Mapping[str, object]) -> Callab
         if not isinstance(data, FakeTensor):
             return original(cls, data, requires_grad, **attributes)
         fake = data.detach().requires_grad_(requires_grad)
-        fake.__class__ = kind
+        fake.__class__ = kind  # isinstance() finds both classes, FakeTensor first
         passed = {name: attributes[name] for name in state if attributes.get(name) is not None}
+        # `_is_param` makes the fake an nn.Parameter (torch/nn/parameter.py, _ParameterMeta)
         vars(fake).update({**state, **passed, "_is_param": True})
         return fake
 

@@ -55,6 +55,7 @@ def assess(simulated: SimulatedRank | SimulatedScriptRank, cluster: Cluster) -> 
     """
     record = simulated.record
     if isinstance(simulated, SimulatedScriptRank):
+        # A script's own tensor and sequence parallelism is not known here: these ranks count as data parallel.
         stages = simulated.facts.pipeline_stages
         layout = Layout(dp=simulated.target.world_size // stages, pp=stages, zero_stage=simulated.facts.zero_stage)
         run, facts, layers, error = simulated.run, simulated.facts, (), 0.0

@@ -62,10 +62,12 @@ def knobs(job: Job, written: dict[str, object], named: str | None = None) -> lis
     found = _half_the_micro_batch(job, written)
     chunks, length = offered(job.facts.task, job.facts.model_type), run.seq_len or 0
     chunk, tile = chunks.loss_chunk, chunks.mlp_chunk
+    # with one or two chunks, almost as much lives at once
     if chunk and run.loss_chunk is None and job.batch.micro * length > 2 * chunk:
         found.append(Knob(change=f"--loss-chunk {chunk}", fields={"loss_chunk": chunk}, config=written))
     if tile and run.mlp_chunk is None and length // layout.sp > 2 * tile:
         found.append(Knob(change=f"--mlp-chunk {tile}", fields={"mlp_chunk": tile}, config=written))
+    # DeepSpeed refuses stages 2 and 3 in a pipeline (PipelineEngine.__init__), and a stage needs ranks to divide among
     stages = range(layout.zero_stage + 1, 2 if layout.pp > 1 else 4) if layout.dp * layout.sp > 1 else ()
     if named in PLAIN:
         found += [_bundled(f"zero{s}") for s in stages]
@@ -115,6 +117,7 @@ def _half_the_micro_batch(job: Job, written: dict[str, object]) -> list[Knob]:
     if not half or half * steps * job.batch.dp != job.batch.total:
         return []
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    # a size in the JSON must equal its flag, so it is left to the flag
     config = {**written, **{key: "auto" for key in sizes if key in written}}
     fields = {"gradient_accumulation_steps": steps, "micro_batch": half}
     text = f"{HALVED} {half} --gradient-accumulation-steps {steps}"

@@ -92,7 +92,7 @@ def simulate_all(targets: Sequence[Target], show: Callable[[str], None]) -> list
     kills, count = oom_kills(), len(targets)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder, start = Path(name), time.monotonic()
-        path = [os.path.abspath(entry) for entry in sys.path]
+        path = [os.path.abspath(entry) for entry in sys.path]  # "" and relative ones depend on the folder
         (folder / REQUEST).write_bytes(pickle.dumps((path, os.getcwd(), list(targets))))
         server = _server()
         try:
@@ -216,6 +216,7 @@ def serve() -> None:
     """Answer requests until standard input closes."""
     os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed must not look for a GPU: the simulated one replaces it
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Simulations share the cores. A forked process also lacks the threads of a pool that OpenMP has made before.
     os.environ["OMP_NUM_THREADS"] = "1"
     _import(IMPORTED)
     groups: list[int] = []
@@ -240,6 +241,7 @@ def _forked(folder: Path) -> int:
         pid = os.fork()
         if pid == 0:
             _answer(folder)
+        # Parent and child both do this: whichever runs first, the group exists before its number is written.
         with suppress(OSError):  # the child has done it
             os.setpgid(pid, pid)
         (folder / GROUP).write_text(str(pid))
@@ -270,7 +272,7 @@ def _answer(folder: Path) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(0)
+        os._exit(0)  # a fork must not run the server's exit handlers, nor continue its loop
 
 
 def _simulate_side_by_side(waiting: list[tuple[int, Target]], folder: Path) -> None:
@@ -293,7 +295,7 @@ def _simulate_side_by_side(waiting: list[tuple[int, Target]], folder: Path) -> N
             most, kills = 1, oom_kills()
             waiting.append((n, target))
             continue
-        (folder / f"{n}.exit").write_text(json.dumps([status, usage.ru_maxrss << 10]))
+        (folder / f"{n}.exit").write_text(json.dumps([status, usage.ru_maxrss << 10]))  # from KiB
         (folder / f"{n}.ended").touch()
 
 
@@ -302,7 +304,7 @@ def _write_result(target: Target, folder: Path, n: int) -> NoReturn:
     log = os.open(folder / f"{n}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    faulthandler.enable(file=log)
+    faulthandler.enable(file=log)  # `endings` reads its stack after a crash in native code
     sys.stdout = open(1, "w", buffering=1, errors="replace", closefd=False)  # noqa: SIM115  # in order with errors
 
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder)  # removed with the request's folder
@@ -315,6 +317,7 @@ def _write_result(target: Target, folder: Path, n: int) -> NoReturn:
         try:
             if os.getpid() != pid:  # a script forked, and its exception arrived here
                 os._exit(1)
+            # renamed when complete: the process may be killed while it writes
             (folder / f"{n}.part").write_bytes(pickle.dumps(result))
             (folder / f"{n}.part").replace(folder / f"{n}.result")
             sys.stdout.flush()

@@ -125,6 +125,7 @@ def layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
         return None
     if layout.zero_stage in (1, 2) and layout.dp * layout.sp > 1:
         return None
+    # the fewest layers of three runs: before + 2, before + 4 and before + 6
     if 3 * (before + FEWEST) + 3 * STEP > WORTH * total:
         return None
     try:
@@ -150,7 +151,7 @@ def _worthwhile(target: SimulationTarget, total: int, before: int) -> tuple[int,
     # optimizer groups). And the largest sub-group of stage 3 must be that of the full model, since a sub-group can end
     # within a layer.
     few, more = (_with_layers(target, before + n) for n in (1, 2))
-    first = before + max(FEWEST, *(1 + math.ceil(limit) for limit in limits(target, few, more, total - before)), 0)
+    first = before + max([FEWEST, *(1 + math.ceil(limit) for limit in limits(target, few, more, total - before))])
     groups, counts = _sub_groups(target), list[int]()
     full = get(target.job.ds_config, "zero_optimization.sub_group_size", SUB_GROUP)
     largest = [max((part for part in groups(count) if part >= full), default=0) for count in range(total + 1)]

@@ -35,6 +35,7 @@ _OF_DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_b
 _FSDP2: dict[str, object] = {"fsdp": True, "fsdp_config": {"version": 2}}  # of TrainingArguments
 _EIGHT_BITS = {"optim": "adamw_bnb_8bit"}  # of TrainingArguments
 _LIGER = {"use_liger_kernel": True}  # of TrainingArguments
+# options that choose the kind of training; with one of them, accelerate does not read it from its file
 _LAUNCHED_BY = ("--multi_gpu", "--use_deepspeed", "--use_fsdp", "--multi-gpu", "--use-deepspeed", "--use-fsdp")
 _MAX_STAGE = 3
 _SHOWN = {
@@ -240,7 +241,7 @@ def _options(command: ScriptCommand) -> Words:
     """
     if command.launcher != "accelerate launch":
         return ("--module",) if command.is_module else ()
-    return command.launcher_words[: -len(command.arguments) - 1]
+    return command.launcher_words[: -len(command.arguments) - 1]  # without the script and its arguments
 
 
 def _typed(name: str, value: object) -> str:

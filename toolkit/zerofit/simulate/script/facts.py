@@ -86,6 +86,7 @@ def script_facts(
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     return ScriptFacts(
         name=PurePath(target.command.script).name,
+        # fully_shard gives the model a subclass of its class and of FSDPModule
         model=next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule)),
         blocks=blocks,
         block=type(repeated[0]).__name__ if repeated else "",
@@ -98,7 +99,7 @@ def script_facts(
         engines=len(phases.engines),
         pipeline_stages=getattr(engine, "num_stages", 1),
         trainer=lengths.has_trainer,
-        accelerate=bool(AcceleratorState._shared_state),
+        accelerate=bool(AcceleratorState._shared_state),  # empty until an Accelerator is made
         zero_stage=engine.zero_optimization_stage() if engine else 0,
         sharding=f"ZeRO-{engine.zero_optimization_stage()}" if engine else _sharding(main),
         precision=_precision(engine, main, parameters, meter.autocast),

@@ -54,11 +54,13 @@ class IssuingTracker(AllocationTracker):
         if group is None:
             return
         members = dist.get_process_group_ranks(group)
+        # at least this rank; the number decides whether the data pass the network
         near = sum(rank // self.gpus == dist.get_rank() // self.gpus for rank in members)
         ranks = CommunicatingRanks(group.group_name, len(members), max(1, near))
         number = object()  # a name that no other collective has
         for handle in self._works or leaves_of(out):  # a functional collective returns no handle but its result
             self._awaited[handle] = number
+        # an all-gather's output or a reduce-scatter's input: the larger side has the data of all ranks
         moved = max(map(bytes_of, (*args, out)), default=0)
         self.streams.issued.send(self._issued(op)._replace(bytes=moved), ranks, [number])
 
