@@ -98,3 +98,15 @@ def test_a_rule_is_one_entry(monkeypatch):
     with pytest.raises(UnclearValue):
         subject = CheckSubject(config={}, catalog=catalog(), unclear=frozenset({"zero_optimization.stage"}))
         assert subject.stage
+
+
+@pytest.mark.parametrize(("disk", "expected"), [("nvme0n1p3", True), ("sda2", False)])
+def test_nvme_below_an_encrypted_logical_volume(tmp_path, monkeypatch, disk, expected):
+    """As the kernel names them: /dev/mapper/home is a link to dm-1, which is on dm-0, which is on a partition."""
+    for upper, lower in (("dm-1", "dm-0"), ("dm-0", disk)):
+        (tmp_path / "block" / upper / "slaves" / lower).mkdir(parents=True)
+    (tmp_path / "dm-1").touch()
+    (tmp_path / "home").symlink_to("dm-1")
+    monkeypatch.setattr(terms, "BLOCKS", tmp_path / "block")
+    monkeypatch.setattr(terms, "device_of", lambda path: str(tmp_path / "home"))
+    assert terms.is_nvme(str(tmp_path)) is expected

@@ -31,6 +31,19 @@ if os.environ["RANK"] == "1":
 time.sleep(600)
 """
 
+LATE = """
+import subprocess, sys
+from zerofit.launch import local_ranks
+
+class Late(subprocess.Popen):
+    def poll(self):
+        polled, self.polled = getattr(self, "polled", False), True
+        return self.wait() if polled else None
+
+local_ranks.subprocess.Popen = Late
+sys.exit(local_ranks.main())
+"""
+
 
 def ranks_of(tmp_path, text, *args, **environment) -> subprocess.Popen:
     program, said = tmp_path / "program.py", tmp_path / "said"
@@ -58,6 +71,14 @@ def test_a_rank_that_fails_ends_the_others_and_their_children(tmp_path, args, co
     pids = [int(pid) for path in (tmp_path / "said").iterdir() for pid in path.read_text().split()]
     assert len(pids) == 4
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def test_a_rank_that_fails_between_two_polls_is_noticed(tmp_path):
+    """The launcher exited with 0: it dropped such a rank as if it had ended well."""
+    (tmp_path / "late.py").write_text(LATE)
+    (tmp_path / "fails.py").write_text("raise SystemExit(3)")
+    arguments = [str(os.getpid()), "1", "29123", str(tmp_path / "fails.py")]
+    assert subprocess.run([sys.executable, tmp_path / "late.py", *arguments], timeout=60).returncode == 3
 
 
 def test_a_terminated_launcher_ends_its_ranks(tmp_path):

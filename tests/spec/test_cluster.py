@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import psutil
 import pytest
+import torch
 
 from zerofit.spec import cluster, local_machine
 from zerofit.spec.cluster import Cluster
@@ -164,7 +165,8 @@ def test_a_hung_driver_is_said(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("visible", "count"), [(None, 4), ("2,0", 2), ("GPU-3", 1), ("", 0), ("-1", 0), ("MIG-5", 0), ("0, 1,2", 3)]
+    ("visible", "count"),
+    [(None, 4), ("2,0", 2), ("GPU-3", 1), ("", 0), ("-1", 0), ("MIG-5", 0), ("0, 1,2", 3), ("0,-1,1", 1), ("0,0", 0)],
 )
 def test_only_visible_gpus_count(monkeypatch, visible, count):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -177,6 +179,8 @@ def test_only_visible_gpus_count(monkeypatch, visible, count):
     here = Cluster.here()
     assert here.on_cpu if not count else (here.device.kind, here.gpus) == ("h100-80gb", count)
     assert len(local_machine.gpu_memory(4)) == count
+    if visible not in (None, "MIG-5"):
+        assert len(torch.cuda._parse_visible_devices()) == count
     if visible == "2,0":
         assert [gpu.uuid for gpu in local_machine.gpu_memory(4)] == ["GPU-2", "GPU-0"]
 

@@ -56,7 +56,8 @@ def main() -> int:
             print(f"process {failed.pid} exits with return code = {failed.returncode}", file=sys.stderr)
             _end(running)
             return failed.returncode if failed.returncode > 0 else 128 - failed.returncode
-        running = [process for process in running if process.poll() is None]
+        # Not polled again: a rank that fails between two polls would leave the list without being noticed.
+        running = [process for process in running if process.returncode is None]
     return 0
 
 

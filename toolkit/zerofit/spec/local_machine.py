@@ -217,8 +217,15 @@ def _visible(rows: list[list[str]]) -> list[list[str]]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return rows
-    names = [word.strip() for word in visible.split(",")]  # indices, or UUIDs and their beginnings
-    return [row for name in names for row in rows if name and (name == row[1] or row[2].startswith(name))]
+    found = list[list[str]]()
+    for name in map(str.strip, visible.split(",")):  # indices, or UUIDs and their beginnings
+        row = next((row for row in rows if name and (name == row[1] or row[2].startswith(name))), None)
+        if row is None:  # CUDA ignores an invalid name and all names after it: "0,-1,1" is GPU 0
+            break
+        if row in found:  # CUDA refuses the list
+            return []
+        found.append(row)
+    return found
 
 
 def _ask_nvidia(*fields: str) -> list[list[str]]:

@@ -7,7 +7,7 @@ A rule names a term without parentheses (`uses_bf16_optimizer`) and calls a func
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -25,6 +25,7 @@ DTYPES = {f"{torch}{word}": name for name, words in _DTYPES.items() for word in 
 DTYPES |= {name: name for name in _DTYPES}
 TENSOR = "tensor_parallel"
 MASTER_BYTES = 4  # per element of float32 master weights
+BLOCKS = Path("/sys/class/block")
 
 
 def precision(c: CheckSubject) -> str:
@@ -246,13 +247,15 @@ def device_of(path: str) -> str | None:
 def is_nvme(path: str) -> bool:
     """Return whether a folder's file system is on an NVMe device, according to the mount table."""
     device = device_of(path)
-    if device is None:
-        return False
-    name = Path(device).name
-    # A RAID or a logical volume lists its disks here.
-    folder = Path("/sys/class/block") / name / "slaves"
-    disks = [disk.name for disk in folder.iterdir()] if folder.is_dir() else []
-    return any(disk.startswith("nvme") for disk in (name, *disks))
+    # The mount table names a logical volume by a link, /dev/mapper/NAME. The kernel names it dm-N.
+    return device is not None and any(name.startswith("nvme") for name in _devices_below(Path(device).resolve().name))
+
+
+def _devices_below(name: str) -> Iterator[str]:
+    """Yield a block device, and the partitions or disks of a RAID, a logical or an encrypted volume."""
+    yield name
+    for lower in (BLOCKS / name / "slaves").glob("*"):
+        yield from _devices_below(lower.name)
 
 
 TERMS: dict[str, Callable[[CheckSubject], object]] = {
