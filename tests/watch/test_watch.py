@@ -197,6 +197,15 @@ def test_lines_come_whole_however_they_are_cut():
         list(wire.receive())
 
 
+@pytest.mark.parametrize(("timeout_s", "idle_s"), [(60.0, 15), (1e6, 32_767), (0.5, 1)])
+def test_the_longest_timeout_of_a_run_is_a_valid_timeout_of_tcp(timeout_s, idle_s):
+    """Above 131,071 s the kernel refused the option, and no rank could report."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connection:
+        JsonLineSocket(connection, timeout_s)
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == idle_s
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * timeout_s
+
+
 def test_orders_are_a_file_that_only_the_owner_reads(tmp_path):
     path = tmp_path / "a $(touch x) 'b'\n" / "launch_spec.json"
     path.parent.mkdir()

@@ -104,6 +104,7 @@ QUANTIZED_FROZEN_WEIGHTS = ZeroFeature(
     path=f"{ZERO}.zero_quantized_nontrainable_weights",
     docs="ZeRO++: frozen parameters are kept in 8 bits.",
     ignored_below_3="weights are kept unquantized",
+    op="QuantizerBuilder",
     not_simulated=_KERNELS_OF_QUANTIZER,
     counted=False,
 )

@@ -12,6 +12,7 @@ from typing import Any
 from zerofit.spec.foreign import Unreadable, parse_json
 
 CHUNK = 65536
+MOST_IDLE_S = 32_767  # Linux's largest TCP_KEEPIDLE and TCP_KEEPINTVL (MAX_TCP_KEEPIDLE in include/net/tcp.h)
 LONGEST = 1 << 20  # limit in bytes of a line and of unread data; zerofit's own peers stay below
 
 
@@ -31,7 +32,7 @@ class JsonLineSocket:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-                connection.setsockopt(socket.IPPROTO_TCP, option, max(1, int(timeout_s / 4)))
+                connection.setsockopt(socket.IPPROTO_TCP, option, min(MOST_IDLE_S, max(1, int(timeout_s / 4))))
         self._in, self._out = b"", b""
 
     def fileno(self) -> int:
