@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
 import transformers
 from torch.torch_version import TorchVersion
 
 import zerofit as zf
-from zerofit.check.argument_files import of_mapping, read_argument_file
+from zerofit.check.argument_files import commands, of_mapping, read_argument_file
 from zerofit.check.arguments import plugin_config, requested_by
 from zerofit.check.catalog import catalog
 from zerofit.check.dotted import autos, get
@@ -265,6 +266,39 @@ def test_redirections_are_no_arguments(end):
     read = read_argument_file("run.sh", f"deepspeed train.py --deepspeed 'a>b.json' --bf16 {end}\n", accelerate=False)
     assert {name: one.value for name, one in read.values.items()} == {"deepspeed": "a>b.json", "bf16": True}
     assert not read.open
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(
+            "--deepspeed ds.json>log",
+            "--lr 2>log",
+            "--lr x2>log b",
+            "a>>log b",
+            'a<"log" b',
+            "a2>&1 b",
+            "a>&2 b",
+            "a&>log b",
+        ),
+        *(
+            '"a>b" c',
+            "a\\>b c",
+            "a <<<word b",
+            "--x=1>log --y=2",
+            "a>'log'b c 2>log",
+            "a 12>log b",
+            "a >& log b",
+            "a#b #c",
+        ),
+    ],
+)
+def test_redirections_without_blanks_are_those_of_bash(tmp_path, arguments):
+    (tmp_path / "log").touch()
+    script = f'exec 3>&1; show() {{ printf "%s\\n" "$@" >&3; }}; show {arguments}\n'
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    (words,) = commands(f"show {arguments}\n")
+    assert [word.text for word in words[1:]] == done.stdout.splitlines()
 
 
 @pytest.mark.parametrize(

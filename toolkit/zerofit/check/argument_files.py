@@ -13,12 +13,13 @@ from zerofit.check.dotted import leaves, put
 from zerofit.check.finding import as_number
 from zerofit.check.scan import ParsedValue, SyntaxFault
 
+# No word of a script contains a NUL, since programs get their arguments as C strings.
 UNKNOWN = "\0"  # marks the part of a word that is known only when the script runs
-RUN = r"\$\(\(.*?\)\)|\$\([^)]*\)|`[^`]*`"  # command substitution and arithmetic inside a word
-WORD = rf"""(?:'[^']*'|"(?:\\.|[^"\\])*"|{RUN}|\$\{{[^}}]*\}}|\\[^\n]|[^\s;&|'"\\`)])+"""
+RUN = r"\$\(\(.*?\)\)|[$<>]\([^)]*\)|`[^`]*`"  # arithmetic, and command and process substitution inside a word
+WORD = rf"""(?:'[^']*'|"(?:\\.|[^"\\])*"|{RUN}|\$\{{[^}}]*\}}|\\[^\n]|[^\s;&|<>'"\\`)])+"""
 TOKEN = re.compile(
     rf"""(?P<joined>\\\r?\n)
-    |(?P<redirection>(?<!\S)[\d&]?(?:>>?|<)(?!\()(?:&[\d-]|[ \t]*{WORD}))
+    |(?P<redirection>(?:(?<!\S)\d+|&)?(?:>>?|<{{1,3}})(?!\()(?:&[\d-]|&?[ \t]*{WORD}))
     |(?P<end>\r?\n|;|&&|\|\|?|&)
     |(?P<comment>(?<!\S)\#[^\n]*)
     |(?P<array>[A-Za-z_]\w*\+?=\()|(?P<close>\))

@@ -91,6 +91,7 @@ FILLED_BY_DEFAULT: dict[str, object] = {
     GATHER: False,
     f"{SCHEDULE}.warmup_min_lr": 0,
 }
+# Both libraries use these sizes (transformers integrations/deepspeed.py:232, accelerate accelerator.py:2323).
 BY_WIDTH: dict[str, Callable[[int], int]] = {
     "reduce_bucket_size": lambda width: width * width,
     "stage3_prefetch_bucket_size": lambda width: int(0.9 * width * width),
@@ -103,6 +104,7 @@ def default_values(reader: str, facts: ModelFacts | None) -> Iterator[RequestedV
     # The Trainer uses Accelerate.
     if reader not in HUGGING_FACE:
         return
+    # The Trainer fills in its max_grad_norm instead, see TRAINER. Accelerate's own value is from accelerator.py:2224.
     clipping = {"gradient_clipping": 1.0} if reader == "accelerate" else {}
     for path, value in (FILLED_BY_DEFAULT | clipping).items():
         yield RequestedValue(path=path, value=value, source="Accelerate's default", compared=False)

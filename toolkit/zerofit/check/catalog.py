@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from importlib.resources import files
 from typing import Any, TypedDict
 
@@ -93,7 +93,7 @@ class SchedulerParameters(TypedDict):
     own: bool  # from DeepSpeed, not from torch
 
 
-@lru_cache(maxsize=1)
+@cache
 def catalog() -> Catalog:
     """Return the catalog of the installed DeepSpeed.
 

@@ -53,6 +53,7 @@ def check(document: Document, setting: TargetHardware) -> list[Finding]:
             place = document.place(finding.path)
             edits = finding.edits if document.editable else ()
             findings[n] = replace(finding, line=place.line, column=place.column, edits=edits)
+    # As a word, "error" comes before "warning".
     return sorted(findings, key=lambda f: (f.severity, EFFECTS.index(f.effect), f.line, f.column, f.code))
 
 

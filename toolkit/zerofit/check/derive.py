@@ -62,6 +62,7 @@ class RecordingDict(dict):
             self._reading.defaults[path] = dict(default) if isinstance(default, dict) else default
         return path if path in self._reading.sections else None
 
+    # The dictionary has no items, but DeepSpeed skips an empty section such as `timers`.
     def __bool__(self) -> bool:
         return True
 
@@ -84,6 +85,7 @@ class RecordingDict(dict):
         """Return the value or the default."""
         return self[key] if self._note(key, default) else default
 
+    # DeepSpeed pops keys without a default (runtime/data_pipeline/config.py:126). dict.pop would raise KeyError.
     def pop(self, key: object, default: object = None) -> Any:
         """Return the value or the default."""
         return self.get(key, default)
@@ -101,13 +103,7 @@ class RecordingDict(dict):
         self._reading.unpacked = self._path
         return iter(())
 
-    def items(self) -> Any:
-        """Return no items."""
-        return ()
-
-    def __copy__(self) -> RecordingDict:
-        return self
-
+    # A deep copy would also copy `_reading`, so lookups in the copy would be lost (datastates/config.py:21).
     def __deepcopy__(self, memo: dict) -> RecordingDict:
         return self
 
@@ -163,6 +159,7 @@ class SchemaReading:
                     self.models[value._path] = inner
             original(model, *args, **data)
 
+        # All of DeepSpeed's pydantic classes inherit this __init__, so one patch is enough.
         with mock.patch.object(DeepSpeedConfigModel, "__init__", init):
             yield
 

@@ -15,6 +15,8 @@ from zerofit.check.finding import Finding
 from zerofit.check.rule import defaults, rules
 from zerofit.check.subject import TargetHardware
 
+# DeepSpeed tests whether `comms_logger` exists (comm/config.py:22). Nothing reads `data_efficiency.enabled`: the
+# sections in it have switches of their own (runtime/data_pipeline/config.py).
 READ_WHEN_OFF = ("comms_logger", "data_efficiency")  # sections that `enabled: false` does not switch off
 IGNORED_KEYS = ("unknown-key", "own-key")  # key-check findings about ignored keys; rules use `ignored: true`
 

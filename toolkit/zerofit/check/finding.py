@@ -13,6 +13,8 @@ from typing import Literal
 from zerofit.check.edit import Edit, Renaming
 from zerofit.check.subject import CheckSubject
 
+# One wrong letter in a word of five or more is above it ("stag" for stage: 0.89). Two different keys are below it
+# (warmup_min_lr and warmup_max_lr: 0.82).
 SLIP = 0.87  # difflib ratio from which a wrong name is a typo
 
 Severity = Literal["error", "warning"]

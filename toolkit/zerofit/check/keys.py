@@ -47,6 +47,7 @@ INTEGER_WORD = re.compile(r"\s*[+-]?[0-9]+(_[0-9]+)*(\.0+)?\s*")  # pydantic rea
 FLAG_WORDS: dict[str, bool] = dict.fromkeys(("1", "t", "y", "yes", "on", "true"), True)  # pydantic's
 FLAG_WORDS |= dict.fromkeys(("0", "f", "n", "no", "off", "false"), False)
 
+# Looked up by type(value): isinstance would take true for an integer, since bool is a subclass of int.
 SCALARS = {bool: ("boolean",), int: ("integer", "number"), float: ("number",), str: ("string",)}
 
 

@@ -46,6 +46,7 @@ def migrate(document: Document, setting: TargetHardware) -> Migrated:
                 edits += finding.edits
         document = document.reread(apply(document, edits))
     kept: list[str] = []
+    # Before the defaults: the default of pin_memory has changed, and the file's own value is more important.
     document = _with_pinned_memory(document, kept)
     # A default that has changed since then is written out with its old value.
     for note in defaults():

@@ -99,6 +99,7 @@ class _Names(dict[str, object]):
 
     def value_of(self, expression: str) -> object:
         # eval looks names up here first, and calls __missing__ for those that are not here yet.
+        # Without `__builtins__` in the globals, eval would add all of Python's functions.
         return eval(_compiled(expression), {"__builtins__": FUNCTIONS}, self)
 
     def text(self, template: str) -> str:
@@ -162,7 +163,7 @@ def rules_of(text: str) -> Iterator[Rule]:
             # An item overrides fields of the entry and gives values for its <names>.
             fields = {**entry, **{name: item[name] for name in item if name in Rule.__dataclass_fields__}}
             for placeholder, value in item.items():
-                for name, text in fields.items():
-                    if isinstance(text, str):
-                        fields[name] = text.replace(f"<{placeholder}>", str(value))
+                for name, template in fields.items():
+                    if isinstance(template, str):
+                        fields[name] = template.replace(f"<{placeholder}>", str(value))
             yield Rule(**fields)

@@ -170,6 +170,7 @@ class CheckSubject:
     @property
     def stage(self) -> int:
         """ZeRO stage; 0 if none is given."""
+        # The key check reports another stage. With 0, rules that depend on the stage report nothing more.
         value = self.number(f"{ZERO}.stage")
         return int(value) if value in (0, 1, 2, 3) else 0
 
