@@ -17,6 +17,7 @@ from zerofit.check.scan import ParsedValue, SyntaxFault
 UNKNOWN = "\0"  # marks the part of a word that is known only when the script runs
 RUN = r"\$\(\(.*?\)\)|[$<>]\([^)]*\)|`[^`]*`"  # arithmetic, and command and process substitution inside a word
 WORD = rf"""(?:'[^']*'|"(?:\\.|[^"\\])*"|{RUN}|\$\{{[^}}]*\}}|\\[^\n]|[^\s;&|<>'"\\`)])+"""
+# The order of the alternatives matters: the 2 of `2>log` would also be a word. In `x2>log` the word is x2, as in bash.
 TOKEN = re.compile(
     rf"""(?P<joined>\\\r?\n)
     |(?P<redirection>(?:(?<!\S)\d+|&)?(?:>>?|<{{1,3}})(?!\()(?:&[\d-]|&?[ \t]*{WORD}))
@@ -211,6 +212,7 @@ def _of_script(file: str, text: str) -> ArgumentFile:
                 word.text == UNKNOWN and not (before.startswith("--") and "=" not in before)
                 for before, word in zip(previous, words, strict=False)
             )
+            # Anywhere in the script: it may be exported, set before the command, or an argument of `env`.
             one_thread = None if THREADS in text else _one_thread(file, words, values)
             return ArgumentFile(file=file, kind="trainer", values=values, open=open_ended, one_thread=one_thread)
     raise SyntaxFault("no command with training arguments (--per_device_train_batch_size, --deepspeed, ...)", 1, 1)

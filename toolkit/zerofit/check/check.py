@@ -91,6 +91,7 @@ def _strict_json(document: Document, reader: str) -> Iterator[Finding]:
     # DeepSpeed itself reads HJSON: comments, trailing commas and words without quotes. Other readers stop there.
     stops = reader in STRICT_READERS
     strict = f"{SPOKEN[reader]} supports only strict JSON and stops with an error"
+    # zerofit decodes the file itself, and gives DeepSpeed a JSON in UTF-8.
     if document.encoding != "utf-8" and reader != "zerofit":
         yield _encoding(document, reader, stops)
     if document.yaml and reader != "neox":

@@ -81,16 +81,16 @@ class RecordingDict(dict):
         if isinstance(value, dict) and all(isinstance(inner, dict) for inner in value.values()):
             self._reading.sections |= {path, *(f"{path}.{inner}" for inner in value)}
 
-    def get(self, key: object, default: object = None) -> Any:
+    def get(self, key: object, default: object = None) -> object:
         """Return the value or the default."""
         return self[key] if self._note(key, default) else default
 
     # DeepSpeed pops keys without a default (runtime/data_pipeline/config.py:126). dict.pop would raise KeyError.
-    def pop(self, key: object, default: object = None) -> Any:
+    def pop(self, key: object, default: object = None) -> object:
         """Return the value or the default."""
         return self.get(key, default)
 
-    def keys(self) -> Any:
+    def keys(self) -> _Keys:
         """Return an object that supports `in`, and that records an unpacking of this section."""
         # `Model(**section)` calls keys() and iterates over the result, while other code iterates over the section.
         return _Keys(self)
@@ -147,7 +147,7 @@ class SchemaReading:
 
         original = DeepSpeedConfigModel.__init__
 
-        def init(model: DeepSpeedConfigModel, *args: Any, **data: Any) -> None:
+        def init(model: DeepSpeedConfigModel, *args: object, **data: object) -> None:
             path, self.unpacked = self.unpacked, None
             if path is not None:
                 self.models[path] = type(model)

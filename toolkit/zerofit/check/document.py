@@ -139,6 +139,8 @@ def of_hjson(text: str, config: object, fault: SyntaxFault) -> Document:
 def _places(config: object, text: str, prefix: str, after: int) -> Iterator[tuple[str, TextPosition]]:
     """Yield the position of each key: the first match after its parent's key."""
     for key, value in config.items() if isinstance(config, dict) else ():
+        # The text before may contain the key in a string or a comment. Then a finding has a wrong line, but the right
+        # key.
         found = re.compile(rf"(?<!\w){re.escape(key)}(?!\w)[\"']?\s*:").search(text, after)
         start = found.start() if found else after
         line = text.count("\n", 0, start) + 1

@@ -98,12 +98,14 @@ def _fill(config: dict[str, object], filled: dict[str, RequestedValue], setting:
         *default_values(setting.reader, setting.facts),
     ):
         value = get(config, requested.path) if requested.path else None
+        # An argument that Accelerate refuses is an error even if both values are equal, so this comes first.
         if requested.refused:
             yield _refused(requested, value)
         elif value is not None and value != "auto" and requested.compared and not _same(value, requested.value):
             yield _differs(requested, value, setting)
         elif value is None and requested.compared and (requested.place or setting.reader in HUGGING_FACE):
             yield from _left_out(config, requested)
+        # A tuple is a choice of equivalent words, so it gives no value.
         if value == "auto" and setting.reader in FILLING and not isinstance(requested.value, tuple):
             put(config, requested.path, requested.value)
             filled[requested.path] = requested

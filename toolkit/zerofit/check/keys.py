@@ -291,6 +291,8 @@ def _faults(path: str, value: Any, schema: Schema, strict: bool) -> Iterator[Fin
     shown = json.dumps(value) if len(json.dumps(value)) < 60 else f"{json.dumps(value)[:57]}..."
     edits: tuple[Assignment, ...] = ()
     code, why = "wrong-type", "DeepSpeed refuses it or fails later"
+    # The order of the branches matters. A number in quotes is also a value of a wrong type, which has no correction. A
+    # boolean among numbers may also exceed a bound.
     if isinstance(value, str) and (number := as_number(value)) is not None and _fits(number, schema):
         code, edits = "number-as-string", (Assignment(path, number),)
         converted = strict and (not integer or INTEGER_WORD.fullmatch(value))

@@ -108,6 +108,7 @@ def schema() -> dict[str, object]:
     deepspeeds = {name: parameters for name, parameters in known.schedulers.items() if parameters["own"]}
     scheduler["type"]["examples"] = list(deepspeeds)
     parameters = {p for variants in known.optimizers.values() for names in variants.values() for p in names}
+    # Names without types, for completion in editors: Adam's eps is a number, Adafactor's eps is a pair.
     optimizer["params"]["properties"] = {name: {} for name in sorted(parameters)}
     parameters = {p for kinds in deepspeeds.values() for p in (*kinds["required"], *kinds["optional"])}
     scheduler["params"]["properties"] = {name: {} for name in sorted(parameters)}

@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from zerofit.spec.files import write_json
@@ -91,7 +92,7 @@ class Strategy:
         """The number of lines of the strategy's code, see `code_lines`."""
         return code_lines(self.source.read_text(encoding="utf-8"))
 
-    def load(self) -> Any:
+    def load(self) -> ModuleType:
         """Import the strategy's module."""
         return importlib.import_module(f"zerofit.compare.strategies.{self.file}")
 

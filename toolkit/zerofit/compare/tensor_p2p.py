@@ -29,5 +29,6 @@ def receive(source: int, device: torch.device) -> Tensor:
 def gathered(weights: dict[str, Tensor]) -> dict[str, Tensor] | None:
     """Return the weights of all ranks, which have different layers, on rank 0; None elsewhere."""
     parts: list[dict[str, Tensor]] | None = [{}] * dist.get_world_size() if dist.get_rank() == 0 else None
+    # Unlike `gather`, gather_object accepts parts of different shapes. It pickles them, which takes no timed step.
     dist.gather_object(weights, parts)
     return {key: value for part in parts for key, value in part.items()} if parts is not None else None

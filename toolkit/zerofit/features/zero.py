@@ -120,6 +120,7 @@ QUANTIZED_GRADIENTS = ZeroFeature(
 SECONDARY_PARTITION = ZeroFeature(
     path=f"{ZERO}.zero_hpz_partition_size",
     docs="ZeRO++: each node keeps a second partition of the parameters, for backward.",
+    # 1 is DeepSpeed's default: a partition of one rank is no partition (runtime/zero/config.py:324).
     off=(None, False, 0, 1),
     ignored_below_3="no secondary partition is kept",
     combined=False,

@@ -61,6 +61,7 @@ def environment(accelerator: str, cores: int, ranks: int, base: Mapping[str, str
     env = dict(os.environ if base is None else base)
     env.setdefault("DS_ACCELERATOR", accelerator)
     env.setdefault("TORCH_EXTENSIONS_DIR", str(ops_folder()))
+    # After a fork (data loaders), tokenizers would switch its threads off and warn in each process.
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     env["PATH"] = with_own_programs(env.get("PATH", os.defpath))
     env["PYTHONSAFEPATH"] = "1"  # a user's profile.py must not replace the standard library's
@@ -68,6 +69,7 @@ def environment(accelerator: str, cores: int, ranks: int, base: Mapping[str, str
         env[ARCH_LIST] = ""  # the old value makes DeepSpeed's builder fail; for "" it queries the devices
     if accelerator == "cpu":
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+        # DeepSpeed's CPU accelerator returns it as the number of devices (cpu_accelerator.py:71).
         env.setdefault("LOCAL_SIZE", str(ranks))
     return env
 

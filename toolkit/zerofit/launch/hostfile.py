@@ -158,4 +158,6 @@ def check_size(nodes: int, slots: int, problems: Problems) -> None:
 
 def write_hostfile(path: Path, hosts: Sequence[Host]) -> None:
     """Write a hostfile of these hosts for DeepSpeed's runner."""
+    # DeepSpeed refuses an --include of device ids from the number of slots on (launcher/runner.py,
+    # parse_resource_filter).
     path.write_text("".join(f"{host.name} slots={max(host.ids) + 1}\n" for host in hosts), encoding="utf-8")

@@ -174,12 +174,14 @@ def sbatch_text(job: SlurmJob) -> str:
         "job-name": job.name,
         "nodes": str(job.nodes),
         "ntasks-per-node": str(job.slots),
+        # With --gpus-per-task, each rank would see only its own GPU, which `launch.world.hosts_of` refuses.
         "gpus-per-node": str(job.slots) if job.device == "gpu" else None,
         "time": job.time,
         "signal": f"B:USR1@{job.save_s}",
         "partition": job.partition,
         "account": job.account,
         "output": job.log,
+        # The default of many clusters (JobFileAppend in slurm.conf) empties the log when a job is requeued.
         "open-mode": "append",
     }
     lines = ["#!/bin/bash"]
@@ -302,6 +304,7 @@ def _train_job(job: KubernetesJob) -> list[Data]:
         "failurePolicy": {"maxRestarts": job.max_restarts, "rules": [give_up]},
         "replicatedJobs": [{"name": "node", "template": {"metadata": {"labels": TRAINER}, "spec": jobs}}],
     }
+    # With `torch`, Trainer's plugin sets the variables PET_* in all pods, which VARIABLES lists.
     policy = {"numNodes": job.nodes, "torch": {}}
     trainer = {"numNodes": job.nodes, **_command(job, "trainjob"), "resourcesPerNode": _resources(job)}
     head: Data = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainingRuntime"}
@@ -360,6 +363,7 @@ def _literal(text: str) -> str:
 
 
 def _resources(job: KubernetesJob) -> Data:
+    # Kubernetes uses a limit as the request, too, if there is no request.
     return {"limits": {"nvidia.com/gpu" if job.device == "gpu" else "cpu": job.slots}}
 
 

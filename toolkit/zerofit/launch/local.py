@@ -76,6 +76,7 @@ def free_port() -> int:
     """Return a free TCP port in a range from which no system assigns ports."""
     # Rank 0 listens seconds later, after importing torch. Until then, the system could assign a port outside this range
     # to another process.
+    # A user's random.seed() does not affect SystemRandom. Several runs with one seed would try the same ports.
     for port in random.SystemRandom().sample(NEVER_GIVEN, len(NEVER_GIVEN)):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
@@ -92,6 +93,7 @@ def started(
     with _requests_passed_on(folder) if handle_signals else nullcontext():
         with (folder.logs / "launcher.log").open("ab", buffering=0) as log:
             log.write(f"{STARTED} {datetime.now(UTC).isoformat(timespec='seconds')}\n".encode())
+            # A session of its own: Ctrl-C in the terminal reaches only this command, which ends the ranks in order.
             process = subprocess.Popen(
                 argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )

@@ -22,6 +22,8 @@ def end_with_parent(parent: int | None = None, sent: signal.Signals = signal.SIG
     """
     if not sys.platform.startswith("linux"):
         return
+    # The kernel sends it when the thread that started this process ends, even if other threads live (prctl(2)). That
+    # thread supervises this process, so it lives as long as the command.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, sent)
     # the kernel sends nothing if the parent has ended before the call
     if os.getppid() != parent if parent else os.getppid() == 1:

@@ -90,6 +90,7 @@ class Rendezvous:
             try:
                 if number == 0:
                     self._all(["rank-0"], PATIENCE_S, lambda _: None)
+                # `check` returns at once. `get` and `wait` wait in C++ code, where Ctrl-C has no effect.
                 while not self._store.check([f"order-{number}"]):
                     time.sleep(LOOK_S)
                 yield json.loads(self._store.get(f"order-{number}"))

@@ -80,6 +80,7 @@ def _locked(
     path: Path, kind: int, patience_s: float, folder: RunFolder, progress: Callable[[str], None]
 ) -> Iterator[None]:
     deadline = time.monotonic() + patience_s
+    # Python's files are closed in programs that this process starts (PEP 446), so none of them keeps the lock.
     with path.open("a+") as file:  # NFS grants shared locks only to readers
         while True:
             try:

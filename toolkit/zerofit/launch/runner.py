@@ -52,6 +52,7 @@ class Runner:
         hostfile = logs / "hostfile"
         write_hostfile(hostfile, hosts)
         argv = [sys.executable, "-m", "zerofit.launch.parent_death", str(os.getpid()), "deepspeed.launcher.runner"]
+        # --no_local_rank: DeepSpeed would add --local_rank=N to the guard's arguments. Guards read variables instead.
         argv += ["--hostfile", str(hostfile), "--launcher", self.kind, "--no_local_rank", "--no_ssh_check"]
         if any(host.devices is not None for host in hosts):
             argv += ["--include", "@".join(f"{h.name}:{','.join(map(str, h.ids))}" for h in hosts)]
@@ -59,6 +60,8 @@ class Runner:
             argv += ["--include", "@".join(h.name for h in hosts)]
         argv += [f"--launcher_args={self.arguments}"] if self.arguments else []
         argv += ["--ssh_port", str(self.ssh_port)] if self.ssh_port else []
+        # --force_multi: DeepSpeed starts the ranks of a single host on this machine, whatever the host's name is
+        # (launcher/runner.py:537).
         argv += ["--force_multi"] if self.node_rank is None else ["--no_ssh", "--node_rank", str(self.node_rank)]
         return [*argv, "--master_addr", master[0], "--master_port", str(master[1]), str(GUARD), spec]
 

@@ -121,6 +121,7 @@ def given_world(env: Mapping[str, str]) -> World | None:
         master=(address, port),
         job=job,
         attempt=1 + restarts,
+        # As torch writes and compares it (distributed/rendezvous.py:159).
         agent_store=names is PLAIN and env.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
     )
 
@@ -267,6 +268,7 @@ def _port(env: Mapping[str, str], job: str, problems: Problems) -> int:
     """Return MASTER_PORT, else a port that is the same on all hosts."""
     text = env.get("MASTER_PORT")
     if not text:
+        # All hosts have to compute the same port. Python's hash of a text differs from process to process.
         return NEVER_GIVEN[zlib.crc32(job.encode()) % len(NEVER_GIVEN)] if job else DEFAULT_PORT
     if re.fullmatch(r"[0-9]{1,5}", text) and 0 < int(text) < 65536:
         return int(text)

@@ -60,7 +60,7 @@ def settings_of(
     The degrees are powers of two up to `most`. The first result has no parallelism. `heads`: the numbers of
     attention heads and of key-value heads.
     """
-    powers = [2**n for n in range(1, most.bit_length()) if 2**n <= most]
+    powers = [2**n for n in range(1, most.bit_length())]
     divided = [degrees for n in powers for degrees in (Degrees(tp=n), Degrees(sp=n))]
     spread = [Degrees(ep=n) for n in powers if model_type in EXPERT_TYPES and (experts or 1) % n == 0]
     return [Degrees(), *(degrees for degrees in divided if heads_take(degrees, heads, model_type)), *spread]
@@ -202,6 +202,7 @@ def _heads_problem(degrees: Degrees, combined: Degrees, profile: Profile, cluste
             context = f" with --tensor-parallel {sharers}" if sharers > 1 else ""
             message = f"{name} {degree}{context} does not divide the {count} {what} of {profile.model}"
             return Problem(kind=f"{kind}-heads", message=message, hint=hint, where=name)
+    # Each layer waits for several all-reduces of activations, which the network between nodes makes too slow.
     if degrees.tp > 1 and cluster.gpus % degree:
         fitting = [d for d in _supported_degrees(degrees, profile) if cluster.gpus % d == 0]
         message = f"{name} {degree} does not stay within nodes of {cluster.gpus} ranks"

@@ -68,6 +68,7 @@ def young_interval(save_s: float, mtbf_s: float) -> float:
 
 def daly_interval(save_s: float, mtbf_s: float) -> float:
     """Return Daly's higher-order interval (2006, equation 37)."""
+    # The series below holds for shorter saves only. For longer ones Daly uses the time between failures.
     if save_s >= 2 * mtbf_s:
         return mtbf_s
     share = save_s / (2 * mtbf_s)
@@ -81,6 +82,7 @@ def goodput(interval_s: float, failures: Failures) -> float:
     """
     mtbf_s = failures.mtbf_s
     exponent = (interval_s + failures.save_s) / mtbf_s
+    # A float ends at exp(709).
     if failures.restart_s / mtbf_s + exponent > 700:  # exp() would overflow: nothing is ever saved
         return 0.0
     return interval_s / (mtbf_s * math.exp(failures.restart_s / mtbf_s) * math.expm1(exponent))

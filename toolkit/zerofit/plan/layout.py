@@ -91,6 +91,7 @@ class PlannedLayout:
         "auto" keeps the layout's value. UNSET stands for DeepSpeed's default.
         """
         stage = self.zero_stage
+        # DeepSpeed's default of overlap_comm depends on the stage (runtime/zero/config.py:386).
         defaults = {"bucket": DEFAULT_BUCKET if stage else self.bucket, "overlap": stage == 3}
         defaults |= {name: DEFAULTS[name] if stage == 3 else 0 for name in ("prefetch", "persistence")}
         sizes = {name: defaults[name] if value == UNSET else value for name, value in wanted.items() if value != "auto"}

@@ -135,6 +135,7 @@ def _line(measured: Sequence[tuple[float, float]]) -> CollectiveLine:
     aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     a, b = (sum(row[i] for row in rows) for i in (0, 1))
     determinant = aa * bb - ab * ab
+    # With measurements of one size, the determinant is 0 up to rounding, and any line through the point fits.
     if determinant > 1e-9 * aa * bb:
         call_s, byte_s = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
         if call_s >= 0 and byte_s >= 0:

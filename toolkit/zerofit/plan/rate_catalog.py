@@ -37,4 +37,5 @@ def entry_of(section: str, device: str) -> dict[str, Any]:
     """
     entries = rate_catalog()[section]
     entry = entries.get(device, entries["other"])
+    # A text is the name of another GPU, whose measurements count for this one too: H200 -> H100.
     return entries[entry] if isinstance(entry, str) else entry

@@ -159,6 +159,7 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
             # "auto" is filled from the first member, as training does
             auto = {name: getattr(first, name) for name, value in fixed.items() if value == "auto"}
             family = [first, *_variants(first, profile, request.every)]
+            # Fixed sizes can make members of a family equal.
             family = [layout.with_sizes({**fixed, **auto}) for layout in family] if fixed else family
             space.families.append(list(dict.fromkeys(family)))
     if not space.families and not space.left_out:
@@ -251,6 +252,7 @@ def _degrees(cluster: Cluster, profile: Profile, request: PlanRequest) -> Iterat
     yield from (Degrees(ep=degree) for degree in sorted(spread) if degree > 1 and cluster.ranks % degree == 0)
     layers = sum(layer.count for layer in profile.layers)
     for degree in divisors(cluster.ranks)[1:]:
+        # These kinds exchange activations in every layer, so by default they stay within a node.
         if degree <= cluster.gpus:
             yield Degrees(tp=degree)
             if request.software.attn_implementation != "eager":  # Ulysses does not support it (ulysses_sp.py:468)

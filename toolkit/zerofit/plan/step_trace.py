@@ -89,6 +89,7 @@ def _names(spans: Iterable[Span], ranks: Mapping[int, int], streams: Sequence[st
         for number, stream in enumerate(streams, start=1):
             if (stage, stream) in used:
                 yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": stream}}
+                # Viewers would otherwise sort the threads of a process by their names.
                 order = {"sort_index": number}
                 yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": number, "args": order}
 

@@ -264,6 +264,7 @@ def _in_groups(stage: Sequence[_StageLayer]) -> tuple[tuple[Parameter, ...], ...
     layers: list[list[Parameter]] = [[] for _ in stage]
     ends: Counter[int] = Counter()
     experts = EXPERTS  # the group that is being filled
+    # DeepSpeed flattens parameters in the order of model.parameters(), which is not always that of the forward.
     for n, placed in sorted(enumerate(stage), key=lambda pair: pair[1].layer.place):
         for numel, kind, split, copied in zip(placed.numels, placed.group_of, placed.split, placed.copied, strict=True):
             if kind == EXPERTS and ends[experts] and ends[experts] + numel > EXPERT_GROUP_ELEMENTS:

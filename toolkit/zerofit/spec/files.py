@@ -42,6 +42,8 @@ def atomic_write(path: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
     try:
         if mode is None and path.exists():
             mode = stat.S_IMODE(path.stat().st_mode)
+        # With a `mode`, the file may contain a secret, so nobody else may read it even for a moment. The umask changes
+        # the mode of os.open, but not that of fchmod.
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else 0o600)
         with os.fdopen(descriptor, "wb") as file:
             if mode is not None:
@@ -119,6 +121,7 @@ def open_jsonl(path: Path) -> TextIO:
     """Open a JSON lines file for appending, flushed after each line."""
     with path.open("a+b") as file:
         if file.tell():  # a kill may have cut the last line
+            # In mode "a", every write goes to the end of the file, wherever the last read was.
             file.seek(-1, os.SEEK_END)
             file.write(b"\n" * (file.read(1) != b"\n"))
     return path.open("a", buffering=1, encoding="utf-8")

@@ -116,6 +116,8 @@ def bounded(path: Path, most: int) -> bytes:
     """Return a file's content. Raises OSError, or Unreadable if it has more than `most` bytes."""
     try:
         with path.open("rb") as file:
+            # The size is not from stat: it is 0 for a pipe or a file of /proc, and another host may still be writing
+            # the file.
             content = file.read(most + 1)
     except ValueError:  # raised by open for a NUL byte
         raise OSError(errno.EINVAL, "the name has a NUL byte", str(path)) from None

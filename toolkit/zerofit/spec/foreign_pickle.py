@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, NoReturn, cast
 from zerofit.spec.foreign import Unreadable
 from zerofit.spec.process import collector_off
 
+# Pickles begin with the opcode PROTO from protocol 2 on. Older ones have no mark, so they are not recognized.
 GZIP, PICKLE = b"\x1f\x8b", b"\x80"
 GROWTH = 24  # bytes of Python's objects per byte of a pickle: one byte can be an empty dictionary, most are less
 SPARE_BYTES = 2 << 30

@@ -73,6 +73,7 @@ class _OwnLoader(yaml.SafeLoader):
     """PyYAML's loader, but numbers follow YAML 1.2 and may have underscores, and dates are text."""
 
 
+# PyYAML's own patterns follow YAML 1.1: 1e-4 without a dot is a text, 1:30 is 90, and 0777 is octal.
 _NUMBERS = {
     "int": r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)",
     "float": r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"

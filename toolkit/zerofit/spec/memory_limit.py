@@ -20,6 +20,7 @@ from zerofit.spec.overhead import CPU_LIBRARY_BYTES
 # Memory that libraries reserve and never touch: 0.65 GB (VmData less RssAnon of a rank on 2 cores), rounded up, plus
 # a thread's stack per core
 RESERVED_BYTES = (1 << 30) + (os.cpu_count() or 1) * (8 << 20)
+# The largest value. A process needs no privileges to raise its own.
 FIRST_TO_END = "1000"  # proc(5), oom_score_adj
 LIMIT, PROCESSES, EVENTS, HANDED_DOWN = "memory.max", "cgroup.procs", "memory.events", "cgroup.subtree_control"
 
@@ -39,6 +40,8 @@ def limit_memory(own_bytes: int, group: str | None = None) -> None:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limits = [limit for limit in (own_bytes + RESERVED_BYTES, soft, hard) if limit != resource.RLIM_INFINITY]
+    # Private mappings count since Linux 4.7. RLIMIT_AS also counts mapped files and addresses that are only reserved.
+    # Linux ignores RLIMIT_RSS (getrlimit(2)).
     resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
     for folder in [parent / group for parent in _parents()] if group else []:
         try:

@@ -26,6 +26,7 @@ def names_callable(name: str) -> bool:
 
 def in_run_folder(file: Path) -> bool:
     """Return whether a run file is named run.json, or is inside a run folder."""
+    # A link can hide a run folder: one outside may lead to a file in it, or one inside to a file elsewhere.
     for path in (Path(os.path.abspath(file)), file.resolve()):
         # the name is enough, since an attacker could leave out the folder's other files
         if path.name == RUN_FILE:

@@ -43,6 +43,7 @@ class ResidentMemory(NamedTuple):
 def resident_memory() -> ResidentMemory:
     """Return the resident memory of this process, in about 30 microseconds."""
     if not _STATUS.exists():
+        # getrusage(2) counts bytes on macOS, and KiB on other systems.
         unit = 1 if sys.platform == "darwin" else 1024
         peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return ResidentMemory(now=peak, peak=peak, file=0, shared=0)
@@ -54,6 +55,7 @@ def resident_memory() -> ResidentMemory:
 def forget_resident_peak() -> None:
     """Reset the peak of resident memory to the present value, if the kernel allows it."""
     with suppress(OSError):
+        # 5 resets VmHWM, the peak that this module reads (clear_refs in Documentation/filesystems/proc.rst of Linux).
         _RESET.write_text("5")
 
 
@@ -186,6 +188,7 @@ def run_and_exit(work: Callable[[], object]) -> None:
                 stream.flush()
             except (OSError, ValueError):
                 failed = True
+        # Python itself exits with 120 if it cannot flush its streams, for example to a closed pipe (sys.exit).
         os._exit(120 if failed and status == 0 else status)
 
     atexit.register(end)  # registered first, so it runs after the handlers of modules that `work` imports

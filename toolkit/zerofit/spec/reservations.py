@@ -167,5 +167,6 @@ def _used_by_ranks() -> Counter[str]:
             argv = process.cmdline()
             if RANK in argv:
                 memory = process.memory_info()
+                # Ranks share the pages of libraries. With these pages, each rank would count the libraries again.
                 found[argv[-1]] += memory.rss - memory.shared
     return found

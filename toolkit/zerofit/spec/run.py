@@ -46,6 +46,7 @@ from zerofit.spec.units import MOST_RANKS, Interval
 PipelineSchedule = Literal["1f1b", "dualpipev"]
 _MOMENTA = {entry.name: entry.momentum for entry in ENTRIES if entry.momentum is not None}
 LARGEST = 2**32 - 1  # for all integers: NumPy's largest seed, far above any number of steps, samples or ranks
+# Without re.ASCII, \d matches the digits of every script, and float() reads them.
 _DECIMAL = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
 AUTO = "auto"
 _WORDS = ("true", "false", "yes", "no", "on", "off")
@@ -86,6 +87,7 @@ def _stages(value: object) -> object:
     number = float(value) if isinstance(value, str) and _DECIMAL.fullmatch(value) else value
     if number == AUTO:
         return number
+    # Not isinstance, since true is an int in Python.
     if (type(number) is int or type(number) is float) and 0 < number <= LARGEST and number == int(number):
         return int(number)
     raise ValueError("neither auto nor a positive integer")
@@ -134,6 +136,7 @@ class Run(BaseModel):
     512
     """
 
+    # protected_namespaces: pydantic 2.9 warns about fields that begin with `model_`, such as `model_args`.
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
     # what

@@ -33,6 +33,7 @@ class ServerProcess:
         # the same import path as here; a new session, so only this process gets Ctrl-C
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         self.process = subprocess.Popen(
+            # -P: a module in the working directory must not replace one of a library.
             [sys.executable, "-P", "-m", __name__, module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE if answers else subprocess.DEVNULL,

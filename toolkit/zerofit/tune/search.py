@@ -142,6 +142,7 @@ class Search:
         tried, by_key = {trial.key for trial in self.trials}, self.by_key
         failed = [(by_key[t.key], t.status) for t in self.trials if t.key in by_key and t.status != "ok"]
         too_large = [c for c, status in failed if status in NO_ROOM]
+        # A family may crash in a kernel of its own, so its other candidates would crash too. One crash may be chance.
         crashed = [_family(c) for c, status in failed if status in ("crash", "hang")]
         # with offloading, host memory may have been too small: this only rules out candidates with the same offload
         return [

@@ -34,6 +34,7 @@ FEATURES: tuple[tuple[float, Callable[[Candidate], float]], ...] = (
     (EACH, lambda c: math.log2(c.layout.pp)),
     (EACH, lambda c: math.log2(c.layout.sp)),
     (EACH, lambda c: math.log2(c.layout.ep)),
+    # Divided by 3, a factor of 8 counts as much as one step of the other settings.
     (EACH, lambda c: math.log2(c.layout.micro_batch) / 3),
     (EACH, lambda c: math.log2(c.layout.accumulation) / 3),
     (EACH, lambda c: REPEATED[c.layout.checkpointing] - 1),
@@ -69,6 +70,7 @@ class StepTimeModel:
             row = features(candidate)
             precision += np.outer(row, row) / NOISE**2
             weighted += row * math.log(measured_s / candidate.forecast_step_s) / NOISE**2
+        # The prior makes the matrix invertible, even with fewer trials than features.
         self._covariance = np.linalg.inv(precision)
         self._mean = self._covariance @ weighted
 

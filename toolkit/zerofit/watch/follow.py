@@ -32,6 +32,8 @@ def follow(world: World) -> int:
         if "see" in order:
             rendezvous.answer(_why_not_visible(Path(order["see"])))
         elif "spec" in order:
+            # The guard replaces this program, since the user's launcher watches this process. The kernel keeps the
+            # signal of `end_with_parent` across execve (prctl(2)).
             argv = [sys.executable, str(GUARD), JOINED, order["spec"]]
             os.execve(sys.executable, argv, {**os.environ, **world.place})
         else:

@@ -131,6 +131,7 @@ class RankGuard:
                 if time.monotonic() - looked > FROZEN_S:  # all processes on this host were stopped
                     self._heard += time.monotonic() - looked
                 looked = time.monotonic()
+                # The rank's end is polled: forked data loaders keep the pipe open after it.
                 for key, _ in selector.select(0.1):
                     if key.fileobj is connection:
                         for order in connection.receive():
@@ -198,6 +199,7 @@ class RankGuard:
             while time.monotonic() < deadline:
                 if selector.select(0.5) and any(self._handle(order, connection) for order in connection.receive()):
                     break
+        # As a shell reports a process that a signal has ended: 137 for SIGKILL.
         return code if code > 0 else 128 - code
 
 
@@ -211,6 +213,7 @@ def main() -> None:
     if not joined:  # a joined guard already ends with its parent, which may be process 1 of a container
         end_with_parent()
     for number in RANK_SIGNALS:
+        # The rank inherits this until it installs its own handlers, so a request during its start does not kill it.
         signal.signal(number, signal.SIG_IGN)
     path = from_argument(sys.argv[-1])
     spec = LaunchSpec.read(path)
@@ -267,6 +270,7 @@ def dump_stacks(pid: int, path: Path) -> str:
         return "it has exited"
     deadline = time.monotonic() + DUMP_S
     while time.monotonic() < deadline:
+        # The file grows for a moment: faulthandler writes the stack of one thread after the other.
         time.sleep(SETTLE_S)
         if path.exists() and path.stat().st_size > before:
             return "faulthandler"

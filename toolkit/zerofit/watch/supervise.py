@@ -157,6 +157,8 @@ class Watch:
 
     def __init__(self, address: str):
         """Listen on a free port of `address`; "" means all addresses of this machine."""
+        # All guards connect at once. The kernel drops connections beyond the backlog, and they try again only after a
+        # second.
         self._listener = socket.create_server((address, 0), backlog=1024)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()

@@ -152,6 +152,8 @@ def _silent(states: Sequence[RankState], now: float, timeout_s: float) -> Failur
         seconds = state.beat.get("silent_s", 0.0)
         if state.ended is not None or seconds <= timeout_s:
             continue
+        # Silence is normal before the training, while libraries are imported and ops are compiled. A rank that uses the
+        # CPU may be in a long C++ call, which holds the interpreter lock.
         disk = state.beat.get("state") == "disk-sleep"
         limit = DISK_S if disk else timeout_s * PATIENT if state.busy or not state.beat.get("training") else timeout_s
         if state.beat.get("state") in STOPPED_STATES:

@@ -17,6 +17,7 @@ def _size(c: CheckSubject, path: str) -> int | None:
 def batch(c: CheckSubject) -> Iterator[Finding]:
     """Check that the three batch sizes agree with each other and with the number of ranks."""
     if all(c.get(path) is None for path in (TOTAL, MICRO)):
+        # These programs set missing sizes themselves.
         if c.setting.reader not in ("lightning", "zerofit", "neox"):
             yield Finding(
                 code="batch-missing",

@@ -12,6 +12,7 @@ def train(work: BenchmarkTask):
     """Train data parallel, as in Accelerate's documentation."""
     accelerator = Accelerator(cpu=work.device.type == "cpu")
     model = work.model()
+    # No data loader is prepared, since the task's batches are already this rank's share.
     model, optimizer = accelerator.prepare(model, work.optimizer(model.parameters()))
     for x, y in work.batches(accelerator.process_index, accelerator.num_processes):
         optimizer.zero_grad()

@@ -33,6 +33,7 @@ def ring(vector: Tensor, rank: int, ranks: int) -> None:
 def exchanged(tensor: Tensor, to: int, like: Tensor, source: int) -> Tensor:
     """Send a tensor to one rank while receiving a tensor of `like`'s shape from another rank."""
     arrived = torch.empty_like(like)
+    # As one batch: if all ranks first waited for their sends, no rank would receive.
     both = [dist.P2POp(dist.isend, tensor, to), dist.P2POp(dist.irecv, arrived, source)]
     for request in dist.batch_isend_irecv(both):
         request.wait()

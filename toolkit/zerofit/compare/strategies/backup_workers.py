@@ -34,6 +34,7 @@ def serve(work: BenchmarkTask, workers: int, needed: int):
         work.keep(model, version)
         total, early = torch.zeros_like(pushed[:-1]), set()
         while len(early) < needed:
+            # Without a source, recv takes the next message of any rank and returns the rank.
             worker = dist.recv(pushed)
             # Gradients of older weights come too late. Their worker gets the current weights and computes anew.
             if int(pushed[-1]) == version:

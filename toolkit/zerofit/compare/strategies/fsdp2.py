@@ -18,6 +18,7 @@ def train(work: BenchmarkTask):
     # Shard layers first, then the other parameters. But a shared parameter must be in one group of shards, and both
     # networks of a GAN run in one forward: then shard the complete model at once.
     for layer in [] if tied(model) or work.task == "gan" else model.children():
+        # fully_shard refuses lists of modules, which have no forward (_fsdp_init.py:42).
         if any(True for _ in layer.parameters()) and not isinstance(layer, nn.ModuleList | nn.ModuleDict):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

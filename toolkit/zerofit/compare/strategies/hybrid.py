@@ -16,6 +16,7 @@ def train(work: BenchmarkTask):
     if ranks % STAGES:
         raise NotHereError(f"needs an even number of ranks, not {ranks}")
     pair, number, pairs = rank // STAGES, rank % STAGES, ranks // STAGES
+    # Each rank creates all groups, in the same order, as new_group requires.
     peers = [dist.new_group(list(range(n, ranks, STAGES))) for n in range(STAGES)][number]
     assert not isinstance(peers, int)  # an int means a group without this rank
     stage = work.stage(number, STAGES)

@@ -29,6 +29,7 @@ def serve(work: BenchmarkTask, workers: int):
     optimizer = work.optimizer(model.parameters())
     # A synchronous server makes one step for all workers. This server makes one step per worker, with lr / workers.
     optimizer.param_groups[0]["lr"] /= workers
+    # float32 represents each version up to 2^24, which no comparison reaches.
     pushed = torch.zeros(parameters_to_vector(model.parameters()).numel() + 1)  # a gradient, and the weights' version
     staleness = []
     dist.barrier()  # the clock starts when all are ready

@@ -26,6 +26,7 @@ def train(work: BenchmarkTask):
 
     def share(replica: nn.Module, x: Tensor, y: Tensor) -> None:
         replica.zero_grad()
+        # Divided here, the sum of all replicas' gradients is the gradient of the batch's mean loss.
         (work.loss(replica(x), y) / ranks).backward()
 
     with ThreadPoolExecutor(ranks) as pool:

@@ -18,6 +18,7 @@ def train(work: BenchmarkTask, stage: int, offload: bool = False):
     config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     config["gradient_clipping"] = 0.0  # DeepSpeed's default is 1.0
     model = work.model()
+    # Every engine of DeepSpeed imports Muon (runtime/zero/utils.py:70). Without this call, the import takes seconds.
     import_muon()
     engine, *_ = deepspeed.initialize(model=model, optimizer=work.optimizer(model.parameters()), config=config)
     for x, y in work.batches(rank, ranks):
