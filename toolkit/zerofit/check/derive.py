@@ -147,7 +147,7 @@ class SchemaReading:
 
         original = DeepSpeedConfigModel.__init__
 
-        def init(model: DeepSpeedConfigModel, *args: object, **data: object) -> None:
+        def init(model: DeepSpeedConfigModel, *args: bool, **data: Any) -> None:
             path, self.unpacked = self.unpacked, None
             if path is not None:
                 self.models[path] = type(model)
