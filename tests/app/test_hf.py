@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, TrainerCallback
+from transformers import LlamaForCausalLM, TrainerCallback, TrainerControl, TrainerState
 
 import zerofit as zf
 from tests.app.trainer_ranks import CONFIG, LENGTH, POISON, POISONED, Sleeper, arguments, trainer
@@ -108,6 +109,15 @@ def test_callbacks_in_the_trainer(tmp_path):
     assert "no step has ended" in stacks and "on_step_begin" in stacks and any("stacks of all" in w for w in words)
     assert 1.05 < memory.ratio < 10 and 0 < ample.ratio < 0.01
     assert [word for word in words if "than the forecast" in word] and sum("than the forecast" in w for w in words) == 1
+
+
+def test_pages_of_files_are_no_memory_of_a_training(tmp_path):
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    memory, args = zf.hf.MemoryAgainstForecast(10**13), arguments(tmp_path)
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert any(mapped[:: mmap.PAGESIZE])
+        memory.on_step_end(args, TrainerState(), TrainerControl())
+    assert memory.measured_bytes < library.stat().st_size / 4
 
 
 def test_a_healthy_training_is_left_alone(tmp_path):

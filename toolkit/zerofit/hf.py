@@ -23,7 +23,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import torch
 from torch.utils.data import BatchSampler
 from torch.utils.hooks import RemovableHandle
@@ -54,6 +53,7 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.files import cache_root, write_json, write_text
+from zerofit.spec.process import resident_memory
 from zerofit.spec.run import Run
 
 OPTIMIZERS = {name: entry.name for entry in ENTRIES for name in entry.trainer_names}
@@ -246,19 +246,26 @@ def _folder(chosen: Path | str | None, args: TrainingArguments) -> Path:
     return folder
 
 
+def _private_bytes() -> int:
+    """Return this process's memory in bytes, without pages of files such as libraries."""
+    # a simulation counts no pages of files either: the kernel can drop them
+    memory = resident_memory()
+    return memory.now - memory.file
+
+
 class MemoryAgainstForecast(TrainerCallback):
     """Compares the memory of this rank with a forecast. Warns once if it exceeds the forecast.
 
     `forecast` is a simulation or a number of bytes. `measured_bytes` is torch's peak allocation on this rank's GPU.
-    On a CPU it is the growth of the process since this callback was created, so create the callback before the
-    model.
+    On a CPU it is the growth of the process since this callback was created, without pages of files. So create the
+    callback before the model.
     """
 
     def __init__(self, forecast: Simulation | int, *, tolerance: float = 0.05):
         self.forecast_bytes = forecast if isinstance(forecast, int) else forecast.peak_bytes
         self.tolerance = tolerance
         self.measured_bytes = 0
-        self._before, self._warned = psutil.Process().memory_info().rss, False
+        self._before, self._warned = _private_bytes(), False
 
     @property
     def ratio(self) -> float:
@@ -271,7 +278,7 @@ class MemoryAgainstForecast(TrainerCallback):
             # a peak; on a CPU, only the memory between steps is seen
             now = torch.cuda.max_memory_allocated(args.device)
         else:
-            now = psutil.Process().memory_info().rss - self._before
+            now = _private_bytes() - self._before
         self.measured_bytes = max(self.measured_bytes, now)
         if self.ratio > 1 + self.tolerance and not self._warned:
             self._warned = True
