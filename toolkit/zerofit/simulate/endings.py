@@ -55,7 +55,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 def is_about_memory(text: str) -> bool:
     """Return whether the last lines of an output report too little memory."""
-    return bool(_SAID.search(text[-2000:]))
+    return bool(_SAID.search(text[-2000:]))  # a script may have caught an earlier MemoryError
 
 
 def out_of_memory(peak_bytes: int = 0) -> Problem:

@@ -278,7 +278,7 @@ class Simulation:
         look = self.simulate_knobs
         if look and not self.tried:
             found = optional(lambda: look(on_event), (), MAY_FIT, Reporter(on_event))
-            object.__setattr__(self, "tried", found)
+            object.__setattr__(self, "tried", found)  # frozen for callers; this only stores what was asked for
         return self.tried
 
     def to_dict(self) -> dict[str, object]:
@@ -369,6 +369,7 @@ def read_baseline(path: Path) -> dict[str, object]:
     It is the last line of the file. Raises UserError.
     """
     with refused(path, kind="baseline", hint=HINT, where="--baseline"):
+        # a log of a CI job may have other output above it
         lines = path.read_bytes().strip().splitlines() or [b""]
         found = parse_json(lines[-1])
         if not isinstance(found, dict) or not {*SAME, "peak_bytes", "fits"} <= found.keys():

@@ -338,7 +338,7 @@ class ScriptTarget:
     rank: int = 0
     workspace_bytes: int = 0  # kept by torch for matrix products, per thread and stream
     alloc_conf: str = ""  # PYTORCH_CUDA_ALLOC_CONF of its process
-    steps: int = 2  # optimizer steps after which the script is stopped
+    steps: int = 2  # optimizer steps after which the script is stopped; the second has all states from its start
     stacks: bool = False  # record the origin of each allocation, for a memory snapshot
     longest: bool = False  # make every batch as long as the script allows
     crowded: bool = False  # let all tokens choose the same experts (worst routing)

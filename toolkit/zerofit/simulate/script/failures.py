@@ -137,6 +137,7 @@ def _entries(error: BaseException) -> list[TracebackType]:
 
 def _involves_stand_ins(error: BaseException) -> bool:
     """Return whether the error involves a fake tensor or a replacement object of this package."""
+    # A frame that fails may have got a fake without an op on it, e.g. a C++ extension that reads its data.
     for one in _chain(error):
         frames = [entry.tb_frame for entry in _entries(one)]
         on_fakes = any(f.f_code.co_name == "_on_fakes" and f.f_code.co_filename == tracker.__file__ for f in frames)
@@ -154,6 +155,7 @@ def _is_of_zerofit(error: BaseException) -> bool:
     last, text = (_entries(error) or [None])[-1], _TYPES.sub("", str(error))
     called = _SIGNATURE.match(text) if isinstance(error, TypeError) else None
     file = last.tb_frame.f_code.co_filename if last else ""
+    # torch's code for fakes raises RuntimeErrors for wrong shapes as the real op does; its other errors are limits
     return (
         (last is not None and file.startswith(_SIMULATE) and not _is_in_call(last))
         or (file.startswith(_FAKES) and not isinstance(error, RuntimeError))
@@ -169,6 +171,7 @@ def _is_in_call(entry: TracebackType) -> bool:
     Return False for a frame that neither replaces a function nor runs an op.
     """
     code = entry.tb_frame.f_code
+    # e.g. the script opens a missing file: `open` of `files` is the last frame, but the error is the script's
     stands_for = "<locals>" in code.co_qualname or code.co_name == "__torch_dispatch__"
     stands_for = stands_for or code.co_filename == files.__file__
     return stands_for and dis.opname[code.co_code[entry.tb_lasti]].startswith("CALL")

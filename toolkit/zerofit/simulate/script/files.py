@@ -195,6 +195,7 @@ class ScratchFiles:
         entries: dict[str, os.DirEntry[str]] = {}
         with self._busy():
             scratch, hidden = self._folder + full, self._is_gone(full)
+            # if neither is a folder, os raises its usual error for the user's path
             if not hidden and (os.path.isdir(full) or not os.path.isdir(scratch)):
                 entries |= {e.name: e for e in _os["scandir"](full) if os.path.join(full, e.name) not in self._gone}
             if hidden or os.path.isdir(scratch):
@@ -240,6 +241,7 @@ class ScratchFiles:
 
     def _remove(self, path: ScriptPath, function: str) -> None:
         full, actual = self._full(path), self.to_read(path)
+        # the user's own file stays: it only becomes invisible
         if full is None or str(actual).startswith(self._folder):
             _os[function](actual)
         else:

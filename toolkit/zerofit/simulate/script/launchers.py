@@ -126,6 +126,7 @@ def _commands(args: object) -> Iterator[list[str]]:
     """
     if isinstance(args, str):
         lexer = shlex.shlex(args.replace("\\\n", " "), posix=True, punctuation_chars=";&|\n<>")
+        # unlike shlex, a shell ends a command at a line's end, and finds "#" inside of words, e.g. in URLs
         lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
         words = list[str]()
         with suppress(ValueError):  # e.g. a quote inside a here-document
@@ -143,6 +144,7 @@ def _commands(args: object) -> Iterator[list[str]]:
         words = [os.fsdecode(word) for word in args]
         yield words
         if words and os.path.basename(words[0]) in ("sh", "bash"):
+            # options such as -lc: the next word is the command
             flags = [place for place, word in enumerate(words[1:-1], 1) if re.fullmatch(r"-\w*c", word)]
             yield from _commands(words[flags[0] + 1]) if flags else ()
 

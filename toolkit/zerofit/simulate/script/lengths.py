@@ -47,6 +47,7 @@ class Lengths:
 
     def limit(self) -> tuple[int, str]:
         """Return the longest allowed sequence in tokens and what limits it; (0, "") without a limit."""
+        # reading all rows takes seconds, so only if the data set decides
         if not self.trainer and not self.tokenizer and id(self.dataset) not in self._rows:
             self._rows[id(self.dataset)] = _longest_row(self.dataset)
         # the first limit that the script sets decides: a trainer truncates what its tokenizer returned
@@ -146,6 +147,7 @@ def tokenizers(lengths: Lengths) -> None:
         return padding, truncation, most, rest
 
     def called(self: PreTrainedTokenizerBase, text: object = None, *args: object, **kwargs: object) -> object:
+        # transformers calls `_get_padding_truncation_strategies` for inputs and for targets
         lengths._of_targets = text is None and kwargs.get("text_target") is not None
         try:
             return call(self, text, *args, **kwargs)

@@ -147,6 +147,7 @@ class ScriptTracker(ValueTracker):
         if is_counted(func) and (sends or not overwritten):
             # a fake that replaced a real tensor for this call has no memory of its own
             self._note_storages(name, func, args, kwargs, None if overwritten else out)
+            # a script that searches for the largest batch expects the error here
             if self.ledger.live[DEVICE] > self.capacity_bytes:
                 self._note_recovery()
         if pins:
@@ -218,6 +219,7 @@ class ScriptTracker(ValueTracker):
         """
         if not name.startswith(_NEW) or getattr(kwargs.get("device"), "type", "cpu") != "cpu":
             return False
+        # sizes are a list, except for arange and eye; of these, the first number is enough for a bound
         count = 1
         for n in next((a for a in args if isinstance(a, (list, tuple))), args[:1]):
             count *= int(n)
@@ -245,6 +247,7 @@ class ScriptTracker(ValueTracker):
             if isinstance(mask, FakeTensor) and mask.dtype == torch.bool and known_value(mask) is None:
                 forget(args[0])
                 return args[0]
+        # torch also replaces a mask by one list of places per dimension, and these lists need memory
         if func in _INDEXED:
             args = (args[0], [number for i in args[1] for number in self._numbers(i)], *args[2:])
         fake_args, fake_kwargs = args, kwargs
@@ -275,6 +278,8 @@ class ScriptTracker(ValueTracker):
         if index is None:
             self.track(fake, "parameter")
             return
+        # A storage is known by its address, which the next storage may get. So both finalizers delete an entry. At exit
+        # they need not run.
         self._index[taken._cdata], self._adopted[storage._cdata] = index, index
         weakref.finalize(taken, self._left, taken._cdata, storage._cdata, index).atexit = False
         weakref.finalize(storage, self._adopted.pop, storage._cdata, None).atexit = False

@@ -94,6 +94,7 @@ class ValueTracker(IssuingTracker):
         note. Outside of modules, a read adds no note unless `shapes`: zerofit assumes that it is for a metric such as
         accuracy, and does not route tokens.
         """
+        # only the first read: each layer has a router, and each reads its choice several times
         if is_assumed(tensor) and not self.routed and (shapes or self._running):
             self.routed = True
             share = (
@@ -199,6 +200,7 @@ class ValueTracker(IssuingTracker):
         if func in _COUNTS and args[0].dtype == torch.bool and known_value(args[0]) is None:
             vars(outs[0])["_elements"] = args[0].numel() // max(1, outs[0].numel())
             return
+        # both before the inputs are asked for: these values hold although an input is unknown
         if self._keep_choices(func, args, outs) or (len(outs) == 1 and self._keep_decided(func, args, outs[0])):
             return
         # undefined values, or random ones, which the host would draw differently
@@ -251,7 +253,7 @@ class ValueTracker(IssuingTracker):
             known, named = tree_map(known_value, args), tree_map(known_value, host)
             if name.startswith(FUNCTIONAL):
                 return alike(name, known)
-            if func is _HISTC:  # the host has no kernel for integers
+            if func is _HISTC:  # counts tokens of experts; the host has no kernel for integers
                 return func(known[0].double(), *known[1:], **named).to(known[0].dtype)
             return func(*known, **named)
 

@@ -83,6 +83,7 @@ def is_data(func: OpOverload, leaves: Sequence[Tensor], out: Tensor) -> bool:
     `leaves`: the op's inputs, whose values are known. `out` must have at most as many elements as one of them. An op
     in place counts as a copy, so that the values of all views stay right.
     """
+    # Weights are no data. An expanded tensor (stride 0) has fewer values than elements: a copy would need more memory.
     known = [known_value(t) for t in leaves if not isinstance(t, nn.Parameter)]
     most = max((t.numel() for t in known if t.layout == torch.strided and 0 not in t.stride()), default=0)
     kept = func.is_view or func._schema.is_mutable or func._overloadpacket in _COPIES or out.dtype == torch.bool
@@ -174,6 +175,7 @@ def _of_all(value: object) -> bool | float | None:
     if not value.numel():
         return None
     first = value[(0,) * value.dim()]
+    # an expanded scalar may have the size of all scores: it is not compared element by element
     equal = all(stride == 0 for stride in value.stride()) or bool((value == first).all())
     return first.item() if equal else None
 
