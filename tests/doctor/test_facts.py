@@ -89,6 +89,7 @@ def test_memory_is_the_control_groups(tmp_path, monkeypatch):
 
 def test_all_cores_count_if_the_physical_ones_are_unknown(monkeypatch):
     """Some sandboxes have no topology in /sys, so psutil returns None."""
+    monkeypatch.setattr(local_machine, "CPUS", Path("nowhere"))
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
     assert system.cores()["usable"] == local_machine.usable_cores() == 3
@@ -107,10 +108,35 @@ def test_all_cores_count_if_the_physical_ones_are_unknown(monkeypatch):
 def test_a_quota_of_cpu_time_limits_the_cores(tmp_path, monkeypatch, files, cores):
     for name, text in files.items():
         (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(local_machine, "CPUS", tmp_path / "nowhere")
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(local_machine, "control_groups", lambda controller: [tmp_path] if controller == "cpu" else [])
     assert local_machine.usable_cores() == cores
+
+
+def test_both_threads_of_a_core_are_one_core(tmp_path, monkeypatch):
+    """Slurm may give a job both threads of 2 cores of a host with 64: it started 4 threads per rank."""
+    for number in range(128):
+        (tmp_path / f"cpu{number}" / "topology").mkdir(parents=True)
+        (tmp_path / f"cpu{number}" / "topology" / "thread_siblings_list").write_text(
+            f"{number % 64},{number % 64 + 64}\n"
+        )
+    monkeypatch.setattr(local_machine, "control_groups", lambda controller: [])
+    assert local_machine.usable_cores() == min(psutil.cpu_count(logical=False), len(os.sched_getaffinity(0)))
+    monkeypatch.setattr(local_machine, "CPUS", tmp_path)
+    for allowed, cores in (({5, 6, 69, 70}, 2), ({5, 6}, 2), (set(range(128)), 64)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, allowed=allowed: allowed)
+        assert local_machine.usable_cores() == cores
+
+
+def test_memory_of_a_gpu_is_no_place_for_a_cpu_rank(tmp_path, monkeypatch):
+    """As on Grace Hopper: the kernel lists one node with cores, the GPU's memory, and seven nodes for MIG."""
+    for number in range(9):
+        (tmp_path / f"node{number}").mkdir()
+        (tmp_path / f"node{number}" / "cpulist").write_text("\n" if number else "0-71\n")
+    monkeypatch.setattr(local_machine, "NODES", tmp_path)
+    assert local_machine.cpu_ranks(72) == 2
 
 
 def test_hashes_follow_the_bytes(tmp_path):

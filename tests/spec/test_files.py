@@ -153,3 +153,22 @@ def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path):
     finally:
         os.close(reader)
     assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
+
+
+def test_a_link_stays_and_its_target_is_replaced(tmp_path):
+    """`--output /dev/stdout > FILE` as root put a file in place of /dev/stdout, and FILE stayed empty."""
+    (tmp_path / "folder").mkdir()
+    target, redirected = tmp_path / "folder" / "target", tmp_path / "redirected"
+    target.write_text("old")
+    with redirected.open("w") as file:
+        links = {"folder/target": target, f"/proc/self/fd/{file.fileno()}": redirected}
+        for number, (there, written) in enumerate(links.items()):
+            link = tmp_path / str(number)
+            link.symlink_to(there)
+            write_text(link, "all of it\n")
+            assert link.is_symlink() and written.read_text() == "all of it\n"
+    (tmp_path / "loop").symlink_to("loop")
+    write_text(tmp_path / "loop", "x")
+    with pytest.raises(FileNotFoundError, match=r"dangling'$"):
+        (tmp_path / "dangling").symlink_to("nowhere/value")
+        write_text(tmp_path / "dangling", "x")

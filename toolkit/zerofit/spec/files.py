@@ -38,6 +38,8 @@ def atomic_write(path: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
         with path.open("wb") as file:
             yield file
         return
+    # A link stays, and its target is replaced. /dev/stdout is a link, too, if a shell redirects the output to a file.
+    given, path = path, Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # other hosts may write here too
     try:
         if mode is None and path.exists():
@@ -57,7 +59,7 @@ def atomic_write(path: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
         with suppress(OSError):  # it may not exist, for example if the folder cannot be written
             temporary.unlink()
         if isinstance(error, OSError) and error.filename in (None, str(temporary)):
-            error.filename = str(path)
+            error.filename = str(given)
         raise
 
 

@@ -23,6 +23,7 @@ from zerofit.spec.files import cache_root, write_json
 from zerofit.spec.foreign import Unreadable, read_json, shaped
 
 MIB = 2**20
+CPUS, NODES = Path("/sys/devices/system/cpu"), Path("/sys/devices/system/node")
 SMI_S = 30  # seconds for nvidia-smi; it first loads the driver
 LIBAIO_HINT = "install libaio-dev (Debian, Ubuntu) or libaio-devel (RHEL, Fedora, SUSE)"
 
@@ -54,10 +55,14 @@ class MeasuredCollective:
 def usable_cores() -> int:
     """Return the number of physical cores that this process may use.
 
-    If no core is known to be physical, all cores count.
+    If no core is known to be physical, all threads count.
     """
-    allowed = len(os.sched_getaffinity(0))
-    return min(psutil.cpu_count(logical=False) or allowed, allowed, *map(_quota, control_groups("cpu")))
+    allowed = os.sched_getaffinity(0)
+    try:  # a scheduler may allow both threads of half of the cores; the threads of a core have the same list
+        cores = len({(CPUS / f"cpu{number}/topology/thread_siblings_list").read_text() for number in allowed})
+    except OSError:  # some sandboxes
+        cores = min(psutil.cpu_count(logical=False) or len(allowed), len(allowed))
+    return min([cores, *map(_quota, control_groups("cpu"))])
 
 
 def _quota(group: Path) -> int:
@@ -72,8 +77,9 @@ def _quota(group: Path) -> int:
 
 def cpu_ranks(cores: int) -> int:
     """Return the default number of ranks on the CPU: one per NUMA node, and two at least."""
-    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
-    return max(1, min(cores, max(2, nodes)))
+    # the memory of a Grace Hopper's GPU is a node, too, which has no cores
+    nodes = [file for file in NODES.glob("node[0-9]*/cpulist") if file.read_text().strip()]
+    return max(1, min(cores, max(2, len(nodes))))
 
 
 # In a container the kernel shows the host's memory, but it kills processes at the limit of the control group or of a
