@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from tests.compare.ranks import Ranks
 from zerofit.app.comparing.processes import one_server
+from zerofit.compare.benchmark_task import PACE_S, STRAGGLER, pause_s
 from zerofit.compare.job import MOMENTUM, STRATEGIES, CompareJob
-from zerofit.compare.pace import PACE_S, STRAGGLER, pause_s
 from zerofit.data import Order, open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find

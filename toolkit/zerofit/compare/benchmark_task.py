@@ -17,9 +17,9 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from zerofit.compare.job import MOMENTUM, WARM, CompareJob, RankReport
-from zerofit.compare.pace import pause_s
 from zerofit.data import Order, open_data
 from zerofit.data.base import Integers
+from zerofit.data.hashing import sample_hashes
 from zerofit.models.batch_norm import batch_norms
 from zerofit.models.build import build
 from zerofit.models.catalog import find
@@ -36,6 +36,8 @@ EVAL_BATCH = 100
 PROGRESS_EVERY_S = 0.5
 MAX_STATES = 50  # copies of the weights that are stored for the accuracy curve
 RANDOM = ("_DropoutNd", "StochasticDepth")  # layers of torch and torchvision that draw random numbers in training
+PACE_S = 0.05  # step of an even rank: long enough that this machine's cores do not matter
+STRAGGLER = 5.0  # factor on the time of a step that straggles
 NOISE_EVERY = 8  # steps between measurements of the gradient's noise
 
 
@@ -217,6 +219,15 @@ class BenchmarkTask:
     def measurements(self) -> RankReport:
         """Return the measurements of this process."""
         return {**self._meter.measurements(), **self.notes}
+
+
+def pause_s(job: CompareJob, rank: int, step: int) -> float:
+    """Return the seconds that a rank waits before a step; 0 if no rank is slowed."""
+    if not job.slow and not job.straggle:
+        return 0.0
+    # Only seed, rank and step decide which steps are slow, so every strategy has the same slow steps.
+    drawn = float(sample_hashes([step], (job.seed << 20) + rank)[0]) / 2.0**64
+    return PACE_S * job.slow.get(str(rank), 1.0) * (STRAGGLER if drawn < job.straggle else 1.0)
 
 
 class LayerStage(nn.Sequential):

@@ -43,7 +43,7 @@ class CompareJob:
     target: float | None = None  # accuracy whose time is measured
     slow: dict[str, float] = field(default_factory=dict)  # rank -> factor on the time of its steps
     hosts: Sequence[tuple[str, int]] = ()  # names and slots, in the order of the ranks; (): this machine
-    straggle: float = 0.0  # probability that a step takes `pace.STRAGGLER` times as long
+    straggle: float = 0.0  # probability that a step takes `benchmark_task.STRAGGLER` times as long
 
     @property
     def run(self) -> Run:
