@@ -139,6 +139,7 @@ def _shipped(version: str) -> dict[str, Any] | None:
 
 
 def _derived(version: str) -> dict[str, Any]:
+    # The result also has the parameters of torch's optimizers and schedulers, so it depends on both versions.
     path = cache_root() / "catalog" / f"deepspeed-{version}-torch-{importlib.metadata.version('torch')}.json"
     if path.is_file():
         return json.loads(path.read_text(encoding="utf-8"))

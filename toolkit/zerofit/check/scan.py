@@ -77,6 +77,7 @@ class Scanner:
         self.comment: TextPosition | None = None  # the first one
         self._text = text
         self._at = 0
+        # Each key and value has a position. Counting line breaks for each of them would take quadratic time.
         self._line_ends = [found.start() for found in re.finditer("\n", text)]
 
     def read(self) -> ParsedValue:

@@ -353,6 +353,7 @@ def _command(job: KubernetesJob, kind: Kind) -> Data:
     for name in job.secret_env:
         env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": job.secret, "key": name}}})
     args = [*command, *position, *(_literal(word) for word in literals)]
+    # In Kubernetes, `command` replaces the image's entry point, and `args` alone would be arguments of that program.
     command_and_args: Data = {"command": ["zerofit"], "args": args}
     return command_and_args | ({"env": env} if env else {})
 

@@ -127,6 +127,7 @@ class Cluster:
     @cached_property
     def device(self) -> Device:
         """The device. A given device memory or network replaces the catalog's figure."""
+        # cached_property writes to __dict__, so it works on a frozen dataclass.
         on_cpu = self.kind == "cpu"
         device = cpu_device(usable_cores(), self.host_bytes, self.gpus) if on_cpu else _device_of(self.kind)
         if self.network:

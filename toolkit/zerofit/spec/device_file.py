@@ -252,6 +252,7 @@ def _tflops(path: Path, value: object, problems: Problems, where: str) -> dict[s
 
 
 def _positive(value: object) -> bool:
+    # YAML has .nan and .inf, which fail these comparisons.
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < LARGEST
 
 

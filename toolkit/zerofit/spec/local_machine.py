@@ -121,6 +121,8 @@ def control_groups(controller: str) -> list[Path]:
         if controllers == "" or controller in controllers.split(","):  # version 2 names no controllers
             top = Path("/sys/fs/cgroup") / controllers
             here = top / inner.lstrip("/")
+            # In a container, the file may name a path of the host, which does not exist here. Then the limits are those
+            # at the top.
             found += [top, *reversed([p for p in (here, *here.parents) if top in p.parents])]
     return found
 
@@ -130,6 +132,7 @@ def oom_kills() -> int:
 
     It counts them for this process's control groups and for the host.
     """
+    # Version 2 has memory.events, version 1 has memory.oom_control.
     files = [group / name for group in control_groups("memory") for name in ("memory.events", "memory.oom_control")]
     return sum(_statistic(file, "oom_kill") for file in (*files, Path("/proc/vmstat")))
 
@@ -224,6 +227,8 @@ def _visible(rows: list[list[str]]) -> list[list[str]]:
     if visible is None:
         return rows
     found = list[list[str]]()
+    # An index counts in CUDA's order, by default the fastest GPU first (CUDA_DEVICE_ORDER). nvidia-smi lists by PCI
+    # bus. The orders can differ only if the GPUs do.
     for name in map(str.strip, visible.split(",")):  # indices, or UUIDs and their beginnings
         row = next((row for row in rows if name and (name == row[1] or row[2].startswith(name))), None)
         if row is None:  # CUDA ignores an invalid name and all names after it: "0,-1,1" is GPU 0

@@ -285,6 +285,7 @@ def _environment(spec: LaunchSpec, rank: int, local_rank: int) -> dict[str, str]
     if interface is None and len(set(spec.hosts)) > 1:
         interface = interface_to(spec.master[0])
     if interface:
+        # NCCL and gloo would choose interfaces by themselves, which may lead to no other host.
         env.setdefault("NCCL_SOCKET_IFNAME", interface)
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
     variables: dict[str, object] = {HOST_NAME: spec.hosts[rank]} if len(set(spec.hosts)) > 1 else {}

@@ -240,6 +240,7 @@ def is_folder(path: str) -> bool:
 def device_of(path: str) -> str | None:
     """Return the device of the file system that contains `path`; None if it is not known."""
     folder = Path(path).resolve()
+    # Without `all`, psutil leaves out file systems without a device of their own, such as a container's overlay.
     mounts = {Path(p.mountpoint): p.device for p in psutil.disk_partitions(all=True)}
     return next((mounts[parent] for parent in (folder, *folder.parents) if parent in mounts), None)
 

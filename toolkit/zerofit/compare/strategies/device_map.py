@@ -16,6 +16,7 @@ def train(work: BenchmarkTask):
         raise NotHereError(" ".join(NEEDS.split()))
     model = work.model().cpu()
     size = sum(p.numel() * p.element_size() for p in model.parameters())
+    # 2 * size is only an upper limit, which get_balanced_memory lowers to an even share.
     memory = get_balanced_memory(model, dict.fromkeys(range(len(devices)), 2 * size))
     places = infer_auto_device_map(model, max_memory=memory)
     if len(set(places.values())) < len(devices) or {"cpu", "disk"} & set(places.values()):

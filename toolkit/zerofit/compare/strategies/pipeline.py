@@ -21,6 +21,8 @@ def train(work: BenchmarkTask):
         raise NotHereError(f"--global-batch {work.job.global_batch} is not a multiple of {micro_batches} micro batches")
     layers = work.stage(rank, ranks)
     stage = PipelineStage(layers, rank, ranks, work.device)
+    # The schedule divides gradients by the number of micro batches (scale_grads), so they are those of the batch's
+    # mean.
     schedule = ScheduleGPipe(stage, micro_batches, loss_fn=work.loss)
     optimizer = work.optimizer(layers.parameters())
     for x, y in work.batches():
