@@ -147,6 +147,27 @@ def test_no_codes_where_there_is_no_terminal(capsys):
     assert capsys.readouterr().out == "damaged\na\\x1b[31m\n"
 
 
+def test_a_stream_without_unicode_is_safe_too(monkeypatch):
+    ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, ascii_only)
+    with safe_output(), pytest.raises(SystemExit):
+        out().print("été")
+        fail([Problem(kind="a", message="\x07é", hint="", where="")], 2, False)
+    ascii_only.flush()
+    assert ascii_only.buffer.getvalue() == b"\\xe9t\\xe9\nerror: \\x07\\xe9\n"  # type: ignore[attr-defined]
+
+
+def test_a_full_disk_of_the_answer_is_no_bug(monkeypatch, capsys):
+    full = io.StringIO()
+    monkeypatch.setattr(full, "write", Path("/dev/full").write_text)
+    with monkeypatch.context() as patched, pytest.raises(SystemExit) as stopped:
+        patched.setattr(sys, "stdout", full)
+        main.main(["check", "zero3", "--json"])
+    assert stopped.value.code == 2
+    assert "cannot write the answer: No space left on device" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("order", [one for one in ORDERS if "\udce9" not in one])
 def test_a_models_text_is_data_but_to_a_terminal(screen, capsys, order):
     with at(screen):

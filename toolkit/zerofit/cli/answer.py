@@ -103,7 +103,13 @@ def fail_internally(error: Exception, as_json: bool) -> NoReturn:
         fail([missing], BAD_INPUT, as_json)
     if why := _path_error(error):
         hint = "check the permissions of this path and the free disk space, or use another path"
+        if str(cache_root()) in why:
+            hint += "; ZEROFIT_CACHE=FOLDER sets another cache"
         fail([Problem(kind="path", message=why, hint=hint)], BAD_INPUT, as_json)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        message = f"cannot write the answer: {error.strerror}"
+        hint = "free space on the disk to which standard output goes"
+        fail([Problem(kind="path", message=message, hint=hint)], BAD_INPUT, as_json=False)
     message = f"zerofit failed: {type(error).__name__}: {error}"
     hint = "this is a bug in zerofit; please report it with the traceback in that file"
     problem = Problem(kind="internal", message=message, hint=hint, where=str(_write_traceback(error)))

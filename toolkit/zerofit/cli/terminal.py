@@ -5,6 +5,8 @@ Folder names, configs and library messages can contain escape sequences. zerofit
 
 from __future__ import annotations
 
+import codecs
+import io
 import re
 import secrets
 import sys
@@ -60,6 +62,13 @@ class SafeStream:
     def __init__(self, stream: TextIO):
         self._stream = stream
 
+    @property
+    def encoding(self) -> str:
+        """The stream's encoding; Latin-1 instead of ASCII."""
+        # click opens a copy of an ASCII stream. The copy would print the marks and escape sequences.
+        encoding = self._stream.encoding or "ascii"
+        return "latin-1" if codecs.lookup(encoding).name == "ascii" else encoding
+
     def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
@@ -84,6 +93,9 @@ class SafeStream:
 @contextmanager
 def safe_output() -> Iterator[None]:
     """Make both standard streams safe within the block."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":  # for text that its encoding lacks
+            stream.reconfigure(errors="backslashreplace")
     # A style counts only within this block. So text that a program reads has no escape sequences.
     former: object = sys.stdout, sys.stderr
     safe: object = SafeStream(sys.stdout), SafeStream(sys.stderr)
