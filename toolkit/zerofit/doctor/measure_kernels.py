@@ -6,8 +6,9 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -186,27 +187,27 @@ def _products(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> 
         yield MeasuredKernel(kind="product", dtype=name, shape=(m, n, k), flops=flops, seconds=seconds)
 
 
+def _passes(watch: Stopwatch, forward: Callable[[], Tensor], inputs: Sequence[Tensor]) -> tuple[float, float]:
+    """Return the seconds of a forward, and of the backward to these inputs."""
+    out = forward()
+    grad = torch.ones_like(out)
+    # The graph is kept because the watch calls the backward many times.
+    backward = partial(torch.autograd.grad, out, inputs, grad, retain_graph=True)
+    return watch.kernel_s(forward), watch.kernel_s(backward)
+
+
 def _attention(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Iterator[MeasuredKernel]:
     for heads, tokens, width in sizes.attention:
         kernel = MeasuredKernel(kind="attention", dtype=name, shape=(heads, tokens, tokens, width), seconds=0.0)
-        q, k, v = (
+        inputs = [
             torch.randn(1, heads, tokens, width, device=watch.device).to(dtype).requires_grad_() for _ in range(3)
-        )
+        ]
+        # two products in the forward: q @ k and p @ v. The backward has four, and computes q @ k again.
+        flops = 4.0 * heads * tokens * tokens * width
         for causal in (True, False):
-
-            def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v, causal: bool = causal) -> Tensor:
-                return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-            out = forward()
-            grad = torch.ones_like(out)
-
-            def backward(q: Tensor = q, k: Tensor = k, v: Tensor = v, out: Tensor = out, g: Tensor = grad) -> object:
-                return torch.autograd.grad(out, (q, k, v), g, retain_graph=True)
-
-            # two products in the forward: q @ k and p @ v. The backward has four, and computes q @ k again.
-            flops = 4.0 * heads * tokens * tokens * width
-            for times, work in ((1.0, forward), (2.5, backward)):
-                yield replace(kernel, causal=causal, flops=times * flops, seconds=watch.kernel_s(work))
+            forward = partial(F.scaled_dot_product_attention, *inputs, is_causal=causal)
+            for times, seconds in zip((1.0, 2.5), _passes(watch, forward, inputs), strict=True):
+                yield replace(kernel, causal=causal, flops=times * flops, seconds=seconds)
 
 
 def _convolutions(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Iterator[MeasuredKernel]:
@@ -217,20 +218,10 @@ def _convolutions(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str)
             kernel = MeasuredKernel(kind="convolution", dtype=name, shape=shape, groups=groups, seconds=0.0)
             x = torch.randn(images, inner, side, side, device=watch.device).to(dtype).requires_grad_()
             weight = torch.randn(outer, inner // groups, width, width, device=watch.device).to(dtype).requires_grad_()
-
-            def forward(x: Tensor = x, weight: Tensor = weight, groups: int = groups, width: int = width) -> Tensor:
-                return F.conv2d(x, weight, padding=width // 2, groups=groups)
-
-            out = forward()
-            grad = torch.ones_like(out)
-
-            def backward(x: Tensor = x, weight: Tensor = weight, out: Tensor = out, grad: Tensor = grad) -> object:
-                # The graph is kept because the watch calls this function many times.
-                return torch.autograd.grad(out, (x, weight), grad, retain_graph=True)
-
+            forward = partial(F.conv2d, x, weight, padding=width // 2, groups=groups)
             flops = 2.0 * shape[0] * shape[1] * shape[2] * groups
-            for times, work in ((1.0, forward), (2.0, backward)):
-                yield replace(kernel, flops=times * flops, seconds=watch.kernel_s(work))
+            for times, seconds in zip((1.0, 2.0), _passes(watch, forward, (x, weight)), strict=True):
+                yield replace(kernel, flops=times * flops, seconds=seconds)
 
 
 def _batch_norms(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Iterator[MeasuredKernel]:
@@ -238,20 +229,13 @@ def _batch_norms(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) 
     for images, channels, side in sizes.batch_norm:
         norm = nn.BatchNorm2d(channels).to(watch.device, dtype)
         x = torch.randn(images, channels, side, side, device=watch.device).to(dtype).requires_grad_()
-        out = norm(x)
-        grad = torch.ones_like(out)
-
-        def backward(x: Tensor = x, norm: nn.Module = norm, out: Tensor = out, grad: Tensor = grad) -> object:
-            return torch.autograd.grad(out, (x, *norm.parameters()), grad, retain_graph=True)
-
-        seconds = watch.kernel_s(lambda x=x, norm=norm: norm(x)) + watch.kernel_s(backward)
         yield MeasuredKernel(
             kind="normalisation",
             dtype=name,
             shape=(channels,),
             groups=channels,
             moved_bytes=8 * x.nbytes,  # three passes over the activations in the forward, five in the backward
-            seconds=seconds,
+            seconds=sum(_passes(watch, partial(norm, x), (x, *norm.parameters()))),
         )
 
 
