@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "infer": {"spec", "models", "data", "checkpoint"},
     "compare": {"spec", "models", "data", "train"},
     "plan": {"spec", "report"},
-    "report": {"spec"},
+    "report": {"spec", "explain"},
     "rollout": {"spec", "models", "plan"},
     "tune": {"spec", "plan", "report"},
     "watch": {"spec", "launch"},

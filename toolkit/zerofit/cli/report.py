@@ -33,7 +33,7 @@ def report(sources: tuple[Path, ...], out: Path, as_json: bool) -> None:
         contents = problems.attempt(lambda: read_sources(sources)) or {}
         problems.raise_if_any()
         make_page(contents).write(out, "--out")
-        listed = [{"kind": KINDS[type(content)], "title": content.title} for content in contents.values()]
+        listed = [{"kind": KINDS[type(content)][0], "title": content.title} for content in contents.values()]
         return {"page": str(out), "sources": listed}
 
     answer(work, as_json, lambda written: click.echo(written["page"]))

@@ -127,6 +127,11 @@ class Replay:
         """Whether the replay names a cause."""
         return self.cause != UNKNOWN
 
+    @property
+    def title(self) -> str:
+        """The title: the cause of the loss that is not finite."""
+        return f"replay: {self.cause.replace('-', ' ')}"
+
     def to_dict(self) -> dict[str, object]:
         """Return the JSON of `zerofit replay --json`."""
         return field_data(self)

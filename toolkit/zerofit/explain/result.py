@@ -77,6 +77,11 @@ class Explanation:
         return self.cause != UNKNOWN
 
     @property
+    def title(self) -> str:
+        """The title: the cause of the error."""
+        return f"{'out of memory' if self.place else 'explained'}: {self.cause.replace('-', ' ')}"
+
+    @property
     def is_shortage(self) -> bool:
         """Whether memory ran out and the cause is known."""
         return self.is_known and bool(self.place)

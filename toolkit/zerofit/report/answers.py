@@ -1,4 +1,7 @@
-"""Define the parts of `--json` output that a page shows. It may be from an untrusted file."""
+"""Define the parts of `--json` output that a page shows. It may be from an untrusted file.
+
+`zerofit explain` and `replay` print their own classes, which are read as they are.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from typing import Annotated
 
 from pydantic import Field, FiniteFloat, NonNegativeInt, TypeAdapter
 
+from zerofit.explain.not_finite import Replay
+from zerofit.explain.result import Explanation
 from zerofit.spec.foreign import MAX_BYTES, Unreadable, bounded, of_kind, parse_json, shaped
 
 Settings = dict[str, object]
@@ -99,7 +104,6 @@ class SimulationAnswer:
     phases: list[ShownPhase]
     run: Settings
     layout: dict[str, int]
-    margin_bytes: int = 0
     smi_bytes: NonNegativeInt = 0
     host_node_bytes: NonNegativeInt = 0
     host_total_bytes: NonNegativeInt = 0
@@ -220,7 +224,6 @@ class ServingAnswer:
     release: str
     settings: Settings
     device_total_bytes: NonNegativeInt
-    requested_bytes: NonNegativeInt
     breakdown: Sizes
     cache_tokens: NonNegativeInt
     sequences: FiniteFloat
@@ -294,7 +297,6 @@ class ShownRegret:
 
     best_step_s: FiniteFloat
     untried: int
-    gap: FiniteFloat
     at_most: FiniteFloat
 
 
@@ -311,90 +313,6 @@ class TuneAnswer:
     def title(self) -> str:
         """The title: the number of trials, and of all configurations."""
         return f"tune: {len(self.trials)} of {self.considered} configurations measured"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShownLine:
-    """A line of code, and what it allocated."""
-
-    place: str
-    function: str
-    kind: str
-    bytes: NonNegativeInt
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShownForecast:
-    """The simulated memory at the moment of an error."""
-
-    phase: str
-    kinds: Sizes
-    allocated_bytes: NonNegativeInt
-    parts: list[str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShownChange:
-    """A change that would help."""
-
-    change: str
-    reserved_bytes: NonNegativeInt | None = None
-    fits: bool | None = None
-    slowdown: FiniteFloat | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExplanationAnswer:
-    """`zerofit explain --json`."""
-
-    cause: str
-    summary: str
-    source: str
-    place: str = ""
-    evidence: list[str] = field(default_factory=list)
-    message: str = ""
-    at: str = ""
-    code: str = ""
-    asked_by: str = ""
-    phase: str = ""
-    steps: int = 0
-    ranks: list[str] = field(default_factory=list)
-    figures: Settings = field(default_factory=dict)
-    alive: Sizes = field(default_factory=dict)
-    lines: list[ShownLine] = field(default_factory=list)
-    changes: list[ShownChange] = field(default_factory=list)
-    run_next: str = ""
-    forecast: ShownForecast | None = None
-
-    @property
-    def title(self) -> str:
-        """The title: the cause of the error."""
-        return f"{'out of memory' if self.place else 'explained'}: {self.cause.replace('-', ' ')}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplayAnswer:
-    """`zerofit replay --json`."""
-
-    cause: str
-    summary: str
-    start_step: int
-    step: int | None = None
-    phase: str = ""
-    module: str = ""
-    op: str = ""
-    tensor: str = ""
-    line: str = ""
-    inputs: list[str] = field(default_factory=list)
-    rank: int | None = None
-    evidence: list[str] = field(default_factory=list)
-    advice: str = ""
-    precision: str = ""
-
-    @property
-    def title(self) -> str:
-        """The title: the cause of the loss that is not finite."""
-        return f"replay: {self.cause.replace('-', ' ')}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -426,7 +344,7 @@ class CheckAnswer:
 
 
 Forecast = SimulationAnswer | PlanAnswer | ServingAnswer | RolloutAnswer
-Result = Forecast | TuneAnswer | ExplanationAnswer | ReplayAnswer | CheckAnswer
+Result = Forecast | TuneAnswer | Explanation | Replay | CheckAnswer
 # keys that identify a JSON -> its form
 FORMS: tuple[tuple[set[str], type[Result]], ...] = (
     ({"peak_bytes", "breakdown", "world_size"}, SimulationAnswer),
@@ -434,8 +352,8 @@ FORMS: tuple[tuple[set[str], type[Result]], ...] = (
     ({"release", "cache_tokens", "breakdown"}, ServingAnswer),
     ({"method", "arrangements"}, RolloutAnswer),
     ({"trials", "regret"}, TuneAnswer),
-    ({"cause", "summary", "source"}, ExplanationAnswer),
-    ({"cause", "summary", "start_step"}, ReplayAnswer),
+    ({"cause", "summary", "source"}, Explanation),
+    ({"cause", "summary", "start_step"}, Replay),
     ({"file", "problems"}, CheckAnswer),
 )
 

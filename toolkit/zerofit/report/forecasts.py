@@ -54,7 +54,7 @@ def layout_words(layout: Mapping[str, object]) -> str:
     return ", ".join([f"ZeRO-{layout.get('zero_stage', 0)}", *axes])
 
 
-def simulation_answer(name: str, found: SimulationAnswer) -> Answer:
+def simulation_answer(found: SimulationAnswer) -> Answer:
     """Return the verdict of a simulation and the figures behind it."""
     needed = found.smi_bytes or found.reserved_bytes
     summary = ""
@@ -72,13 +72,8 @@ def simulation_answer(name: str, found: SimulationAnswer) -> Answer:
         ("layout", layout_words(found.layout)),
         ("why", found.because),
     ]
-    return Answer(
-        name=name and named(name, found.title),
-        verdict=found.verdict.capitalize(),
-        tone=verdict_tone(found.verdict, found.fits),
-        summary=summary,
-        facts=facts,
-    )
+    tone = verdict_tone(found.verdict, found.fits)
+    return Answer(name=found.title, verdict=found.verdict.capitalize(), tone=tone, summary=summary, facts=facts)
 
 
 def _part(size: int, total: int) -> str:
@@ -234,7 +229,7 @@ def _script(run: Mapping[str, object]) -> Iterator[Block]:
     )
 
 
-def plan_answer(name: str, found: PlanAnswer) -> Answer:
+def plan_answer(found: PlanAnswer) -> Answer:
     """Return how many layouts fit, and the best layout."""
     tokens = f", {found.seq_len:,} tokens" if found.seq_len else ""
     facts = [("model", f"{shown_count(found.parameters)} parameters{tokens}")]
@@ -256,7 +251,7 @@ def plan_answer(name: str, found: PlanAnswer) -> Answer:
     if found.layouts:
         verdict = f"Fits: {found.fitting:,} of {counted(found.considered, 'layout')}"
     tone: Tone = "good" if found.layouts else "bad"
-    return Answer(name=name and named(name, found.title), verdict=verdict, tone=tone, facts=facts)
+    return Answer(name=found.title, verdict=verdict, tone=tone, facts=facts)
 
 
 def _step(row: ShownLayout) -> str:

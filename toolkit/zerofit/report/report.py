@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from zerofit.explain.not_finite import Replay
+from zerofit.explain.result import Explanation
 from zerofit.report.answers import (
     CheckAnswer,
-    ExplanationAnswer,
     PlanAnswer,
-    ReplayAnswer,
     Result,
     RolloutAnswer,
     ServingAnswer,
@@ -35,16 +35,13 @@ from zerofit.report.page import Answer, Bar, Bars, Block, Code, Page, Section, T
 from zerofit.report.plot import names_of
 from zerofit.report.run_history import RunHistory, read_run, run_answer, run_sections
 from zerofit.spec.errors import Problems
-from zerofit.spec.files import number_in
 from zerofit.spec.foreign import refused
 from zerofit.spec.units import shown_bytes
 
-UNKNOWN = "unknown"
 FIGURES = {  # figures of an error, and their labels
     "asked_bytes": "requested",
     "total_bytes": "total",
     "allocated_bytes": "in tensors",
-    "unallocated_bytes": "unused by torch",
     "reserved_bytes": "reserved by torch",
     "process_bytes": "this process",
     "free_bytes": "free",
@@ -58,29 +55,25 @@ PHASES = {  # of a step's time
 }
 
 
-def explanation_answer(name: str, found: ExplanationAnswer) -> Answer:
+def _of_cause(found: Explanation | Replay, unknown: str, facts: list[tuple[str, str]]) -> Answer:
+    """Return the answer that names a cause, or `unknown`. Its name on the page is that of its source alone."""
+    verdict, tone = (found.cause.replace("-", " ").capitalize(), "bad") if found.is_known else (unknown, "warn")
+    return Answer(name="", verdict=verdict, tone=tone, summary=found.summary, facts=facts)
+
+
+def explanation_answer(found: Explanation) -> Answer:
     """Return the cause of an out-of-memory error (or another failure), with the evidence."""
     facts = [("because", reason) for reason in found.evidence]
     facts += [("your line", " ".join(filter(None, (found.at, found.code))))]
     facts += [("requested by" if found.place else "raised in", found.asked_by)]
-    facts += [
-        ("phase", found.phase),
-        ("steps before", str(found.steps or "")),
-        ("reported by ranks", ", ".join(found.ranks)),
-    ]
-    sizes = {label: number_in(found.figures, key) for key, label in FIGURES.items()}
+    facts += [("phase", found.phase), ("steps before", str(found.steps or ""))]
+    facts += [("reported by ranks", ", ".join(found.ranks))]
+    sizes = {label: getattr(found.figures, key) for key, label in FIGURES.items()}
     facts += [(label, shown_bytes(size)) for label, size in sizes.items() if size is not None]
-    verdict = "Cannot know" if found.cause == UNKNOWN else found.cause.replace("-", " ").capitalize()
-    return Answer(
-        name=name,
-        verdict=verdict,
-        tone="warn" if found.cause == UNKNOWN else "bad",
-        summary=found.summary,
-        facts=facts,
-    )
+    return _of_cause(found, "Cannot know", facts)
 
 
-def explanation_sections(found: ExplanationAnswer) -> Iterator[Section]:
+def explanation_sections(found: Explanation) -> Iterator[Section]:
     """Yield sections: what to run next, memory, lines of code, changes, the error message."""
     yield Section(title="Run next", blocks=[Code(text=found.run_next)] if found.run_next else [])
     kinds = {"in use": found.alive} if found.alive else {}
@@ -112,23 +105,16 @@ def explanation_sections(found: ExplanationAnswer) -> Iterator[Section]:
     yield Section(title="The error", blocks=[Code(text=found.message)] if found.message else [])
 
 
-def replay_answer(name: str, found: ReplayAnswer) -> Answer:
+def replay_answer(found: Replay) -> Answer:
     """Return the cause of a loss that is not finite, and where the replay first found it."""
-    known = found.cause != UNKNOWN
     facts = [("step", str(found.step or "")), ("rank", "" if found.rank is None else str(found.rank))]
     facts += [(label, getattr(found, label)) for label in ("phase", "module", "op", "tensor", "line")]
     facts += [*(("input", text) for text in found.inputs), *(("because", text) for text in found.evidence)]
     facts += [("to do", found.advice), ("started at", f"step {found.start_step}, in {found.precision}")]
-    return Answer(
-        name=name,
-        verdict=found.cause.replace("-", " ").capitalize() if known else "Nothing found",
-        tone="bad" if known else "warn",
-        summary=found.summary,
-        facts=facts,
-    )
+    return _of_cause(found, "Nothing found", facts)
 
 
-def check_answer(name: str, found: CheckAnswer) -> Answer:
+def check_answer(found: CheckAnswer) -> Answer:
     """Return how many errors and warnings a DeepSpeed JSON has."""
     errors = sum(problem.severity == "error" for problem in found.problems)
     warnings = len(found.problems) - errors
@@ -136,8 +122,7 @@ def check_answer(name: str, found: CheckAnswer) -> Answer:
     facts = [("read by", found.reader), ("note", found.note)]
     tone: Tone = "bad" if errors else "warn" if warnings else "good"
     verdict = ", ".join(counts).capitalize() or "No findings"
-    label = found.file if name == found.file else named(name, found.file)
-    return Answer(name=name and label, verdict=verdict, tone=tone, facts=facts)
+    return Answer(name=found.file, verdict=verdict, tone=tone, facts=facts)
 
 
 def check_sections(found: CheckAnswer) -> list[Section]:
@@ -162,12 +147,12 @@ def _seconds(value: float | None) -> str:
     return f"{value:.3g} s" if value else ""
 
 
-def _answer(name: str, found: ServingAnswer | RolloutAnswer, facts: list[tuple[str, str]], summary: str = "") -> Answer:
+def _answer(found: ServingAnswer | RolloutAnswer, facts: list[tuple[str, str]], summary: str = "") -> Answer:
     verdict, tone = ("Fits", "good") if found.fits else ("Does not fit", "bad")
-    return Answer(name=name and named(name, found.title), verdict=verdict, tone=tone, summary=summary, facts=facts)
+    return Answer(name=found.title, verdict=verdict, tone=tone, summary=summary, facts=facts)
 
 
-def serving_answer(name: str, found: ServingAnswer) -> Answer:
+def serving_answer(found: ServingAnswer) -> Answer:
     """Return whether vLLM starts, and how many sequences it serves at once."""
     least, most = found.smallest_utilization, found.largest_utilization
     length = found.settings.get("max_model_len")
@@ -177,7 +162,7 @@ def serving_answer(name: str, found: ServingAnswer) -> Answer:
         ("safe", f"gpu_memory_utilization {least} to {most}; max_model_len up to {found.longest:,}"),
         *(("instead", remedy) for remedy in found.remedies),
     ]
-    return _answer(name, found, facts, found.problem or "")
+    return _answer(found, facts, found.problem or "")
 
 
 def serving_sections(found: ServingAnswer) -> Iterator[Section]:
@@ -188,7 +173,7 @@ def serving_sections(found: ServingAnswer) -> Iterator[Section]:
     yield Section(title="Settings of vLLM", blocks=table_of(settings, words=("value",)))
 
 
-def rollout_answer(name: str, found: RolloutAnswer) -> Answer:
+def rollout_answer(found: RolloutAnswer) -> Answer:
     """Return the best arrangement of trainer and vLLM, its step time and its highest phase."""
     best = found.arrangements[0]
     facts = [
@@ -199,7 +184,7 @@ def rollout_answer(name: str, found: RolloutAnswer) -> Answer:
         ("sequences", f"{found.seq_len:,} tokens"),
         *(("note", finding.get("message", "")) for finding in found.findings),
     ]
-    return _answer(name, found, facts)
+    return _answer(found, facts)
 
 
 def rollout_sections(found: RolloutAnswer) -> Iterator[Section]:
@@ -237,7 +222,7 @@ def rollout_sections(found: RolloutAnswer) -> Iterator[Section]:
     )
 
 
-def tune_answer(name: str, found: TuneAnswer) -> Answer:
+def tune_answer(found: TuneAnswer) -> Answer:
     """Return the fastest measured configuration, and what untried configurations may save."""
     measured = [trial for trial in found.trials if trial.measured_step_s is not None]
     best = min(measured, key=_measured, default=None)
@@ -245,7 +230,7 @@ def tune_answer(name: str, found: TuneAnswer) -> Answer:
     saving = f"{found.regret.untried}; none saves more than {found.regret.at_most:.1%} (95 % sure)"
     facts.append(("untried", saving if found.regret.untried else ""))
     verdict = f"Best: {_seconds(found.regret.best_step_s)} per step"
-    return Answer(name=name and named(name, found.title), verdict=verdict, tone="good", facts=facts)
+    return Answer(name=found.title, verdict=verdict, tone="good", facts=facts)
 
 
 def _measured(trial: ShownTrial) -> float:
@@ -292,34 +277,23 @@ HINT = "give run folders, or files with the output of --json"
 S = TypeVar("S")
 Reported = RunHistory | Result
 Sources = Mapping[str, Reported]  # name on the page, "" if there is no other -> run or result
-KINDS: dict[type, str] = {  # in `zerofit report --json`
-    RunHistory: "run",
-    SimulationAnswer: "simulation",
-    PlanAnswer: "plan",
-    ServingAnswer: "serving",
-    RolloutAnswer: "rollout",
-    TuneAnswer: "tune",
-    ExplanationAnswer: "explanation",
-    ReplayAnswer: "replay",
-    CheckAnswer: "check",
-}
-ANSWERS: dict[type, Callable[..., Answer]] = {
-    RunHistory: run_answer,
-    SimulationAnswer: simulation_answer,
-    PlanAnswer: plan_answer,
-    ServingAnswer: serving_answer,
-    RolloutAnswer: rollout_answer,
-    TuneAnswer: tune_answer,
-    ExplanationAnswer: explanation_answer,
-    ReplayAnswer: replay_answer,
-    CheckAnswer: check_answer,
+KINDS: dict[type, tuple[str, Callable[..., Answer]]] = {  # name in `zerofit report --json`, and how it is answered
+    RunHistory: ("run", run_answer),
+    SimulationAnswer: ("simulation", simulation_answer),
+    PlanAnswer: ("plan", plan_answer),
+    ServingAnswer: ("serving", serving_answer),
+    RolloutAnswer: ("rollout", rollout_answer),
+    TuneAnswer: ("tune", tune_answer),
+    Explanation: ("explanation", explanation_answer),
+    Replay: ("replay", replay_answer),
+    CheckAnswer: ("check", check_answer),
 }
 # each result of these kinds has its own sections; the others share tables and scales
 ALONE: dict[type, Callable[..., Iterable[Section]]] = {
     ServingAnswer: serving_sections,
     RolloutAnswer: rollout_sections,
     TuneAnswer: tune_sections,
-    ExplanationAnswer: explanation_sections,
+    Explanation: explanation_sections,
     CheckAnswer: check_sections,
 }
 
@@ -362,8 +336,16 @@ def _read_file(path: Path, problems: Problems) -> Sequence[Reported]:
 def make_page(sources: Sources) -> Page:
     """Return the page: answers, differing settings, and the sections of each kind of result."""
     title = next(iter(sources.values())).title if len(sources) == 1 else f"{len(sources)} results side by side"
-    answers = [ANSWERS[type(content)](name, content) for name, content in sources.items()]
+    answers = [_named_answer(*source) for source in sources.items()]
     return Page(title=title, answers=answers, sections=[_differences(sources), *_sections(sources)])
+
+
+def _named_answer(name: str, content: Reported) -> Answer:
+    """Return the answer about a source, named `name` and then by its own name. The only answer has no name."""
+    answer = KINDS[type(content)][1](content)
+    # A checked file is often a source of the same name, which is shown once.
+    own = "" if answer.name == name else answer.name
+    return replace(answer, name=named(name, own) if name and own else name)
 
 
 def _sections(sources: Sources) -> Iterator[Section]:

@@ -101,7 +101,7 @@ def _errors(folder: RunFolder) -> Iterator[tuple[str, str]]:
     yield from ((rank, message) for _, rank, message in sorted(found))
 
 
-def run_answer(name: str, run: RunHistory) -> Answer:
+def run_answer(run: RunHistory) -> Answer:
     """Return how the run ended, and its last figures."""
     result, last = run.files["result"], run.steps[-1] if run.steps else {}
     total = number_in(run.files["plan"], "steps")
@@ -116,17 +116,8 @@ def run_answer(name: str, run: RunHistory) -> Answer:
     ]
     layout = _inner(run.files["plan"], "layout")
     facts += [("speed", _speed(result) or _speed(last)), ("layout", layout_words(layout) if layout else "")]
-    facts += [
-        ("resumed from", str(result.get("resumed_from") or "")),
-        ("faults", str(len(run.faults)) if run.faults else ""),
-    ]
-    return Answer(
-        name=name and named(name, run.title),
-        verdict=verdict,
-        tone=tone,
-        summary=summary,
-        facts=facts,
-    )
+    facts += [("resumed from", str(result.get("resumed_from") or "")), ("faults", str(len(run.faults) or ""))]
+    return Answer(name=run.title, verdict=verdict, tone=tone, summary=summary, facts=facts)
 
 
 def _ending(run: RunHistory, done: str) -> tuple[str, Tone, str]:
