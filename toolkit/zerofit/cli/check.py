@@ -16,7 +16,7 @@ from zerofit.check.reader import READERS
 from zerofit.cli.check_show import UnreadFile, github, sarif, show_findings
 from zerofit.cli.console import EventConsole, answer_watched, err, out, print_facts
 from zerofit.cli.options import AS_JSON, given, run_options
-from zerofit.cli.report import HTML, refuse_page, write_page
+from zerofit.cli.report import HTML
 from zerofit.cli.terminal import style
 from zerofit.spec.errors import UserError
 from zerofit.spec.partial_training import PART_FIELDS
@@ -132,7 +132,6 @@ def check(
     form = "json" if as_json else options["form"]
 
     def work(console: EventConsole) -> CheckReports:
-        refuse_page(options["html"])
         names, run = find_files(files) or [None], load_run(None, flags)
         # A folder has several files, even if only one is a DeepSpeed JSON.
         several = len(names) > 1 or names != list(files or [None])
@@ -150,9 +149,7 @@ def check(
                 line = re.search(r":(\d+):\d+$", problem.where or "")
                 return UnreadFile(file=name or "-", problem=problem, line=int(line.group(1)) if line else 1)
 
-        reports = CheckReports(reports=tuple(map(check_file, names)), several=several)
-        write_page(reports.to_dict(), options["html"])
-        return reports
+        return CheckReports(reports=tuple(map(check_file, names)), several=several)
 
     def show(reports: CheckReports) -> None:
         if form != "text":
@@ -165,7 +162,7 @@ def check(
             total = f"{len(reports.results)} files, {len(faulty)} with errors"
             click.echo(f"{total}; checked against DeepSpeed {catalog().version}", err=True)
 
-    code = answer_watched(work, form == "json", show).exit_code
+    code = answer_watched(work, form == "json", show, html=options["html"]).exit_code
     sys.exit(CLEAN if code == WARNINGS and not strict else code)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack
 from datetime import timedelta
 from math import inf
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -31,6 +32,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zerofit.cli.answer import R, answer
+from zerofit.cli.report import refuse_page, write_page
 from zerofit.cli.terminal import SafeText, safe_output, visible
 from zerofit.doctor.check import FAIL, OK, WARN, Check
 from zerofit.spec.events import Event
@@ -291,13 +293,21 @@ class EventConsole:
 
 
 def answer_watched(
-    work: Callable[[EventConsole], R], as_json: bool, show: Callable[[R], None], interrupted: str = ""
+    work: Callable[[EventConsole], R],
+    as_json: bool,
+    show: Callable[[R], None],
+    interrupted: str = "",
+    html: Path | None = None,
 ) -> R:
-    """Call `work`, show its events while it runs, and print its answer."""
+    """Call `work`, show its events while it runs, write its page to `html`, and print its answer."""
 
     def watched() -> R:
+        refuse_page(html)  # before the work, which may take minutes
         with EventConsole() as console:
-            return work(console)
+            result = work(console)
+        if html:
+            write_page(result if isinstance(result, Mapping) else result.to_dict(), html)
+        return result
 
     return answer(watched, as_json, show, interrupted)
 

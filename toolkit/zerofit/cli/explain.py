@@ -10,21 +10,14 @@ from typing import TYPE_CHECKING
 import click
 
 from zerofit.app.explaining import explain as explain_what
-from zerofit.cli.console import (
-    EventConsole,
-    answer_watched,
-    first_names,
-    labelled,
-    out,
-    print_facts,
-    print_verdict,
-)
+from zerofit.cli.console import answer_watched, first_names, labelled, out, print_facts, print_verdict
 from zerofit.cli.options import AS_JSON, hardware_options
-from zerofit.cli.report import HTML, refuse_page, write_page
+from zerofit.cli.report import HTML
 from zerofit.cli.simulate import HARDWARE_FIELDS, SCRIPT, CommandAfterDashes, command_cluster, single_cluster
 from zerofit.cli.simulate_show import CHANGES, KINDS, cost
 from zerofit.explain.result import Change, Explanation
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import OnEvent
 from zerofit.spec.units import counted, shown_bytes
 
 if TYPE_CHECKING:
@@ -55,13 +48,10 @@ def explain(ctx: click.Context, what: str, html: Path | None, as_json: bool, **h
     2: bad input.
     """
 
-    def work(console: EventConsole) -> Explanation:
-        refuse_page(html)
-        explanation = explain_what(what, ctx.meta[SCRIPT], _cluster(ctx, what, hardware), on_event=console)
-        write_page(explanation.to_dict(), html)
-        return explanation
+    def work(console: OnEvent) -> Explanation:
+        return explain_what(what, ctx.meta[SCRIPT], _cluster(ctx, what, hardware), on_event=console)
 
-    result = answer_watched(work, as_json, show)
+    result = answer_watched(work, as_json, show, html=html)
     sys.exit(0 if result.is_known else NOT_KNOWN)
 
 

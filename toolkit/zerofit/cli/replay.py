@@ -10,18 +10,11 @@ import click
 
 from zerofit.app.replaying import WidePrecision
 from zerofit.app.replaying import replay as replay_run
-from zerofit.cli.console import (
-    EventConsole,
-    answer_watched,
-    first_names,
-    labelled,
-    out,
-    print_facts,
-    print_verdict,
-)
+from zerofit.cli.console import answer_watched, first_names, labelled, out, print_facts, print_verdict
 from zerofit.cli.options import AS_JSON, PATH, TRUST_MODEL_CODE
-from zerofit.cli.report import HTML, refuse_page, write_page
+from zerofit.cli.report import HTML
 from zerofit.explain.not_finite import Replay
+from zerofit.spec.events import OnEvent
 
 NOTHING = 1
 MAX_SAMPLES = 8  # that a line names
@@ -56,13 +49,10 @@ def replay(
     Exit code 0: the answer names a cause; 1: all steps are finite; 2: bad input; 3: the ranks failed.
     """
 
-    def work(console: EventConsole) -> Replay:
-        refuse_page(html)
-        result = replay_run(run, step, precision=precision, trust_model_code=trust_model_code, on_event=console)
-        write_page(result.to_dict(), html)
-        return result
+    def work(console: OnEvent) -> Replay:
+        return replay_run(run, step, precision=precision, trust_model_code=trust_model_code, on_event=console)
 
-    result = answer_watched(work, as_json, show)
+    result = answer_watched(work, as_json, show, html=html)
     sys.exit(0 if result.is_known else NOTHING)
 
 
