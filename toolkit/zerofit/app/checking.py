@@ -32,6 +32,7 @@ from zerofit.report.html_table import html_table
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent, Reporter
+from zerofit.spec.foreign import refused
 from zerofit.spec.run import AUTO, Run, RunRequest
 
 SEARCHED = 2 * 2**20  # bytes; larger files in a folder are data
@@ -125,14 +126,11 @@ class CheckResult:
         while target.exists() and not _has_content(target, text):
             number += 1
             target = path.with_name(f"{path.stem}.{word}-{number}{path.suffix}")
-        try:
+        hint = "copy the file to a writable folder first"
+        with refused(target, kind="output-unwritable", hint=hint, where="FILE", doing="write"):
             # keep the file's line endings, so that a diff shows only what was changed
             ending = "\r\n" if b"\r\n" in path.read_bytes() else "\n"
             target.write_text(text, encoding="utf-8", newline=ending)
-        except OSError as error:
-            message = f"cannot write {target}: {error.strerror or error}"
-            hint = "copy the file to a writable folder first"
-            raise UserError(Problem(kind="output-unwritable", message=message, hint=hint, where="FILE")) from None
         return target
 
     def resolve(self) -> ResolvedConfig:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
-from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.errors import Problems
 from zerofit.spec.files import number_in, read_jsonl
+from zerofit.spec.foreign import refused
 from zerofit.spec.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -64,10 +65,8 @@ def check_picture(path: Path, option: str, problems: Problems) -> None:
 
 def save(figure: Figure, path: Path, option: str, dpi: int) -> None:
     """Write a figure into a file, in the format of its suffix. Raises UserError."""
-    try:
+    with refused(path, kind="unwritable", where=option, doing="write"):
         figure.savefig(path, dpi=dpi)
-    except OSError as error:
-        raise UserError(Problem(kind="unwritable", message=f"cannot write {path}: {error}", where=option)) from None
 
 
 def steps_of(run: Path, problems: Problems) -> list[Record]:

@@ -24,6 +24,7 @@ from zerofit.plan.time import Timer
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.files import write_text
+from zerofit.spec.foreign import refused
 from zerofit.spec.model_facts import bucket_elements, gives_loss, has_head
 from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.profile import Profile
@@ -143,13 +144,10 @@ def torchtitan_flags(layout: PlannedLayout, profile: Profile) -> dict[str, str |
 def write_files(folder: Path, texts: Mapping[str, str]) -> tuple[Path, ...]:
     """Write the files in `texts` (names and contents); return their paths. Raises UserError."""
     refuse_existing(folder)
-    try:
+    with refused(folder, kind="output-unwritable", where="--write", doing="write to"):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             write_text(folder / name, text)
-    except OSError as error:
-        message = f"cannot write to {folder}: {error.strerror or error}"
-        raise UserError(Problem(kind="output-unwritable", message=message, where="--write")) from None
     return tuple(folder / name for name in texts)
 
 
@@ -273,11 +271,8 @@ def refuse_place(path: Path, flag: str = TRACE_FLAG) -> None:
 
 def write_trace(path: Path, trace: dict[str, object]) -> None:
     """Write a trace. Raises UserError if it cannot be written."""
-    try:
+    with refused(path, kind="unwritable", where=TRACE_FLAG, doing="write"):
         write_text(path, json.dumps(trace, separators=(",", ":")) + "\n")
-    except OSError as error:
-        message = f"cannot write {path}: {error.strerror or error}"
-        raise UserError(Problem(kind="unwritable", message=message, where=TRACE_FLAG)) from None
 
 
 def trace_of_layout(
