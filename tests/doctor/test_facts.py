@@ -44,13 +44,12 @@ def test_what_it_says_is_so():
         assert versions[name] == importlib.metadata.version(name)
     assert versions["torch"] == torch.__version__ and versions["torch_git"] == torch.version.git_version
     assert (versions["cuda"], versions["hip"]) == (torch.version.cuda, torch.version.hip)
-    assert found["hostname"] == socket.gethostname()
     assert found["limits"]["nofile"] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert 0 < found["memory"]["free_bytes"] <= found["memory"]["total_bytes"] <= psutil.virtual_memory().total
     addresses = {row.address.split("%")[0] for rows in psutil.net_if_addrs().values() for row in rows}
     assert {one["address"] for one in found["addresses"]} <= addresses
     loop = next(one for one in found["addresses"] if one["address"] == "127.0.0.1")
-    assert loop["prefix"] == 8 and loop["loopback"] and loop["mtu"] == psutil.net_if_stats()["lo"].mtu
+    assert loop["loopback"] and loop["mtu"] == psutil.net_if_stats()["lo"].mtu
     first = subprocess.run(["g++", "-dumpfullversion"], capture_output=True, text=True).stdout.strip()
     assert found["compilers"]["g++"] == first
     assert abs(found["clock"][0] - time.time()) < 30
@@ -231,7 +230,7 @@ SMI = """#!/bin/sh
 case "$1" in
 --query-gpu=*) echo "0, GPU-a, NVIDIA H200, 143771, 1024, 9.0, 580.82.07"
                echo "1, GPU-b, NVIDIA H200, [N/A], [N/A], 9.0, 580.82.07" ;;
-*) echo 'GPU-a, 4711, 900, /usr/bin/python, train.py' ;;
+*) echo 'GPU-a, 4711, /usr/bin/python, train.py' ;;
 esac
 """
 
@@ -245,7 +244,7 @@ def test_nvidia_smi_is_read(tmp_path, monkeypatch):
     assert found["driver"] == "580.82.07" and found["gpu_error"] is None
     first, second = found["gpus"]
     assert first["total_bytes"] == 143771 * 2**20 and first["used_bytes"] == 2**30 and second["total_bytes"] is None
-    assert first["processes"] == [{"pid": 4711, "name": "/usr/bin/python, train.py", "used_bytes": 900 * 2**20}]
+    assert first["processes"] == [{"pid": 4711, "name": "/usr/bin/python, train.py"}]
     program.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n")
     assert system.gpus()["gpus"] == [] and "version mismatch" in system.gpus()["gpu_error"]
 

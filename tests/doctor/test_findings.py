@@ -31,7 +31,7 @@ def put(facts: dict, path: str, value: object) -> dict:
 
 
 STRAY = {"pid": 4711, "run": "that-run", "rank": True, "name": "python", "user": "ann", "seconds": 60}
-USER = {"pid": 815, "name": "/usr/bin/python", "used_bytes": 5 * GIB}
+USER = {"pid": 815, "name": "/usr/bin/python"}
 # what is put where, the check, its status, words of what is found and of the hint
 FAULTS = [
     ("versions/torch", "2.13.0", "versions", FAIL, "torch 2.13.0 (here", "pip install torch=="),
@@ -168,11 +168,12 @@ def reached(*errors, interface="eth0"):
 
 
 def routed(side, first, *others, port=29500, callback=None, master=None):
-    address = {"interface": "eth0", "prefix": 24, "mtu": 9000, "speed_mbit": 100_000, "loopback": False}
+    address = {"interface": "eth0", "mtu": 9000, "speed_mbit": 100_000, "loopback": False}
     rows = [{**address, "address": f"10.0.{n}.1", "link_local": False} for n in range(2)]
     told = put(put(side, "addresses", rows), "asked_from", {"here": "10.0.1.1"})
     there = {"a": Answers("a", *first), **{f"b{n}": Answers(f"b{n}", one) for n, one in enumerate(others)}}
-    return asyncio.run(find_routes(list(there), there, dict.fromkeys(there, told), master, port, callback))
+    request = PreflightRequest(master=master, master_port=port, callback=callback)
+    return asyncio.run(find_routes(list(there), there, dict.fromkeys(there, told), request))
 
 
 def test_the_address_that_all_reach_is_taken(side):

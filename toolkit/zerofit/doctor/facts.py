@@ -149,7 +149,6 @@ class RunFolderFacts(TypedDict):
 class HostFacts(system.GpuSurvey):
     """All facts of one host, as `collect` returns them and as they travel in JSON."""
 
-    hostname: str
     python: str
     versions: dict[str, str | None]
     code: CodeHashes
@@ -175,7 +174,6 @@ def collect(question: dict[str, Any], stack: ExitStack) -> HostFacts:
         survey = pool.submit(system.gpus)  # nvidia-smi and the compiler are slow, so they run in parallel
         aio = pool.submit(libaio)
         found = {
-            "hostname": socket.gethostname(),
             "python": sys.executable,
             "versions": versions(),
             "code": {"zerofit": own_code(), "model": _at(question.get("code"), code_hash)},

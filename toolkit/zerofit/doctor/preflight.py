@@ -102,7 +102,7 @@ async def _preflight(hosts: Sequence[Host], request: PreflightRequest) -> Prefli
             reached = {name: host for name, host in reached.items() if name not in missing}
             facts = {name: cast(HostFacts, answers[name]) for name in reached}
             seen = await _marks_seen(request.run_folder, facts)
-            routes = await find_routes(names, reached, facts, request.master, request.master_port, request.callback)
+            routes = await find_routes(names, reached, facts, request)
         expected = "ssh without a prompt, and the same zerofit on the host"
         checks = [no_answer(name, "reachable", missing[name], expected) for name in names if name in missing]
         checks += compare.checks(hosts, facts, await own, request.accelerator)
@@ -137,18 +137,13 @@ async def _marks_seen(folder: Path | None, facts: dict[str, HostFacts]) -> set[s
 
 
 async def find_routes(
-    names: list[str],
-    hosts: dict[str, Conversation],
-    facts: dict[str, HostFacts],
-    master: str | None,
-    port: int | None,
-    callback: tuple[str, int] | None,
+    names: list[str], hosts: dict[str, Conversation], facts: dict[str, HostFacts], request: PreflightRequest
 ) -> Preflight:
     """Listen on the first host, and connect to it from all hosts.
 
     `names`: all hosts; `hosts`: those that answer. The result is empty if the first host does not answer.
     """
-    first = names[0]
+    first, master, port, callback = names[0], request.master, request.master_port, request.callback
     if first not in hosts:
         return Preflight()
     # The real ranks will connect to a port of the first host. So this port is tried before they start. A firewall that

@@ -28,7 +28,7 @@ TOOLS = ("g++", "c++", "nvcc", "ninja", "ssh", "sshd", "pdsh", "srun", "mpirun",
 BESIDE = (Path(sys.prefix) / "bin", Path("/usr/local/cuda/bin"), Path("/usr/sbin"), Path("/usr/local/sbin"))
 RANKS = ("zerofit.worker", "zerofit.launch.local_ranks", "deepspeed.launcher.launch")
 FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "compute_cap", "driver_version")
-USERS = ("gpu_uuid", "pid", "used_memory", "process_name")  # the name is last, since it may have commas
+USERS = ("gpu_uuid", "pid", "process_name")  # the name is last, since it may have commas
 SMI_S = 8.0  # seconds for nvidia-smi; without persistence mode it first loads the driver
 MIB = 2**20
 COMPILER_S = 10.0  # seconds for a compiler to print its version
@@ -40,7 +40,6 @@ class GpuProcess(TypedDict):
 
     pid: int
     name: str
-    used_bytes: int | None
 
 
 class GpuFacts(TypedDict):
@@ -69,7 +68,6 @@ class Address(TypedDict):
 
     interface: str
     address: str
-    prefix: int | None
     mtu: int
     speed_mbit: int | None
     loopback: bool
@@ -174,7 +172,7 @@ def _nvidia_smi(what: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
 
 def _gpu(row: dict[str, str], users: list[dict[str, str]]) -> GpuFacts:
     processes: list[GpuProcess] = [
-        {"pid": int(user["pid"]), "name": user["process_name"], "used_bytes": _bytes(user["used_memory"])}
+        {"pid": int(user["pid"]), "name": user["process_name"]}
         for user in users
         if user["gpu_uuid"] == row["uuid"] and user["pid"].isdigit()
     ]
@@ -242,7 +240,6 @@ def addresses() -> list[Address]:
                 {
                     "interface": name,
                     "address": address,
-                    "prefix": _prefix(row.netmask),
                     "mtu": state.mtu,
                     "speed_mbit": state.speed or None,
                     "loopback": address.startswith("127.") or address == "::1",
@@ -250,14 +247,6 @@ def addresses() -> list[Address]:
                 }
             )
     return found
-
-
-def _prefix(netmask: str | None) -> int | None:
-    """Return the number of leading ones of a netmask."""
-    if not netmask:
-        return None
-    family = socket.AF_INET6 if ":" in netmask else socket.AF_INET
-    return int.from_bytes(socket.inet_pton(family, netmask), "big").bit_count()
 
 
 def asked_from() -> dict[str, str | None]:
