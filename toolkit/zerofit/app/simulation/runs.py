@@ -54,27 +54,20 @@ class PreparedSimulation:
 
     request: RunRequest
     cluster: Cluster
-    image: str | None
-    job: Job
-    inputs: Inputs
-    ds_source: dict[str, object]  # the DeepSpeed JSON as the user wrote it
+    image: str | None = None
+    resolved: ResolvedJob
     alloc_conf: str = ""  # PYTORCH_CUDA_ALLOC_CONF of its processes
 
-    @classmethod
-    def of(
-        cls, request: RunRequest, resolved: ResolvedJob, cluster: Cluster, *, image: str | None, alloc_conf: str
-    ) -> PreparedSimulation:
-        """Prepare a resolved run for simulation on the devices of `cluster`."""
-        assert resolved.inputs is not None
-        return cls(
-            request=request,
-            cluster=cluster,
-            image=image,
-            job=resolved.job,
-            inputs=resolved.inputs,
-            ds_source=resolved.ds_source,
-            alloc_conf=alloc_conf,
-        )
+    @property
+    def job(self) -> Job:
+        """The job whose ranks are simulated."""
+        return self.resolved.job
+
+    @property
+    def inputs(self) -> Inputs:
+        """The model's inputs, without which no step can be simulated."""
+        assert self.resolved.inputs is not None
+        return self.resolved.inputs
 
     def target(self, rank: int) -> SimulationTarget:
         """Return what to simulate for a rank."""
@@ -88,17 +81,10 @@ class PreparedSimulation:
             alloc_conf=self.alloc_conf,
         )
 
-    def knobs(self, rank: int, *, heaviest: bool = True, exact: bool = False) -> KnobSimulations:
-        """Return the changes worth trying. Calling the result simulates them for `rank`.
-
-        `heaviest`: simulate the heaviest of the ranks that differ from `rank` only in their partitions.
-        """
-        return KnobSimulations(prepared=self, rank=rank, heaviest=heaviest, exact=exact)
-
     def changed(self, knob: Knob) -> PreparedSimulation | None:
         """Return the run with one change; None if zerofit or DeepSpeed would refuse the changed run."""
         places = {**self.request.places, **{field: field for field in knob.fields}}
-        config = {} if knob.config == self.ds_source else {"ds_config": knob.config}
+        config = {} if knob.config == self.resolved.ds_source else {"ds_config": knob.config}
         run = self.request.run.model_copy(update={**knob.fields, **config})
         try:
             request = RunRequest(run=run, places=places)
@@ -120,7 +106,7 @@ class _ChangedRun:
     def offered(self) -> list[Knob]:
         """Return changes that would need less memory than this run; some may be refused."""
         run = self.prepared
-        return knobs(run.job, run.ds_source, ds_name(run.request.run))
+        return knobs(run.job, run.resolved.ds_source, ds_name(run.request.run))
 
     def after(self, wanted: Knob) -> _ChangedRun | None:
         """Return the run with one more change; None if it is no longer offered or is refused.
@@ -146,8 +132,8 @@ class KnobSimulations:
 
     prepared: PreparedSimulation
     rank: int  # simulated in each changed run
-    heaviest: bool  # simulate the heaviest rank of its data parallel group instead
-    exact: bool
+    heaviest: bool = True  # simulate instead the heaviest of the ranks that differ only in their partitions
+    exact: bool = False
     is_worth: Callable[[Job], bool] = lambda job: True  # returns whether to simulate the job of a change
     times: bool = True  # returns the forecast slowdown of each change; may trace the model
 
@@ -301,7 +287,7 @@ def simulate(
         stages=stage_peaks(assessed),
         seconds=round(time.perf_counter() - start, 1),
         trace=Path(trace) if trace is not None else None,
-        simulate_knobs=prepared.knobs(worst.rank, heaviest=rank is None, exact=exact),
+        simulate_knobs=KnobSimulations(prepared=prepared, rank=worst.rank, heaviest=rank is None, exact=exact),
     )
 
 
@@ -331,7 +317,7 @@ def prepare_simulation(
         problems=problems,
         check_task=partial(_check_task, request),
     )
-    return PreparedSimulation.of(request, resolved, cluster, image=image, alloc_conf=alloc_conf)
+    return PreparedSimulation(request=request, cluster=cluster, image=image, resolved=resolved, alloc_conf=alloc_conf)
 
 
 def _check_task(request: RunRequest, task: Task, problems: Problems) -> None:

@@ -223,7 +223,8 @@ class MemoryGate:
         def is_worth(job: Job) -> bool:
             return least_bytes(job) <= _usable_bytes(job, [host] * nodes, on_cpu=cluster.on_cpu)
 
-        knobs = replace(prepared_for(request, resolved, free).knobs(worst.rank), is_worth=is_worth, times=False)
+        prepared = prepared_for(request, resolved, free)
+        knobs = KnobSimulations(prepared=prepared, rank=worst.rank, is_worth=is_worth, times=False)
         hint = f"{self._changes(knobs)}; {ANYWAY}"
         return Problem(kind=DOES_NOT_FIT, message=worst.message, hint=hint, where=host.name)
 
@@ -281,7 +282,7 @@ def prepared_for(request: RunRequest, resolved: ResolvedJob, cluster: Cluster) -
     """Prepare a resolved run for simulation on the devices of `cluster`."""
     request = request.updated(data=resolved.job.run.data, ranks=resolved.job.layout.world_size)
     alloc_conf = alloc_conf_of(os.environ)  # the ranks inherit it
-    return PreparedSimulation.of(request, resolved, cluster, image=None, alloc_conf=alloc_conf)
+    return PreparedSimulation(request=request, cluster=cluster, resolved=resolved, alloc_conf=alloc_conf)
 
 
 def judge(forecasts: RankForecasts, host: HostMemory) -> HostVerdict:
