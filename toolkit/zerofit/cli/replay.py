@@ -69,14 +69,8 @@ def _facts(result: Replay) -> Iterator[tuple[str, str]]:
     if result.step is not None:
         rank = f", rank {result.rank}" if result.rank is not None else ""
         yield "when", f"step {result.step}{f', {result.phase}' if result.phase else ''}{rank}"
-    if result.module:
-        yield "module", result.module
-    if result.op:
-        yield "operation", result.op
-    if result.tensor:
-        yield "tensor", result.tensor
-    if result.line:
-        yield "line", result.line
+    place = {"module": result.module, "operation": result.op, "tensor": result.tensor, "line": result.line}
+    yield from ((label, text) for label, text in place.items() if text)
     yield from labelled("inputs", result.inputs)
     if result.samples:
         yield "samples", f"{first_names(list(map(str, result.samples)), MAX_SAMPLES)} (indices in the training data)"

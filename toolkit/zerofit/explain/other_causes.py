@@ -12,6 +12,11 @@ from zerofit.spec.units import shown_bytes
 _JOB_LIMIT = re.compile(
     r"oom[_-]kill event|OOM ?Killed|task \d+: Out Of Memory|memory limit|MEMLIMIT|OUT_OF_ME|cgroup|job killed: mem"
 )
+PINNED = Cause(
+    name="pinned-memory",
+    summary="Page-locked host memory ran out. CUDA reports this with the same message as for a full GPU.",
+    evidence=("the error was raised while host memory was pinned",),
+)
 FULL_HOST = 0.8  # share of used host memory above which a large allocation may fail
 
 
@@ -20,7 +25,7 @@ def _driver(evidence: LogEvidence) -> Cause | None:
     # CUDA reports full page-locked host memory with the same message, so this cause is checked first.
     names = {frame.name for frame in evidence.frames}
     if any("pin_memory" in f"{frame.name}{frame.code}" for frame in evidence.frames):
-        return _pinned(evidence)
+        return PINNED
     if evidence.in_worker:
         return Cause(
             name="cuda-in-dataloader",
@@ -43,14 +48,6 @@ def _driver(evidence: LogEvidence) -> Cause | None:
         name=UNKNOWN,
         summary=f"The driver ran {full} outside of torch's allocator: in a library, a kernel or another process.",
         run_next=f"{NVIDIA_SMI} -l 1, while it runs",
-    )
-
-
-def _pinned(evidence: LogEvidence) -> Cause | None:
-    return Cause(
-        name="pinned-memory",
-        summary="Page-locked host memory ran out. CUDA reports this with the same message as for a full GPU.",
-        evidence=("the error was raised while host memory was pinned",),
     )
 
 
@@ -101,7 +98,7 @@ def host(evidence: LogEvidence) -> Cause | None:
     if any("pin_memory" in f"{frame.name}{frame.code}" for frame in evidence.frames) or (
         re.search("cudaHost|mlock", evidence.shortage.message)
     ):
-        return _pinned(evidence)
+        return PINNED
     shown = []
     if figures.total_bytes and figures.free_bytes is not None:
         used = shown_bytes(figures.total_bytes - figures.free_bytes)

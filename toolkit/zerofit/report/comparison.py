@@ -93,16 +93,10 @@ def page(kind: str, about: dict[str, Any], rows: Rows, picture: Path) -> str:
     tones: list[Tone] = ["" if row["status"] == "not-here" else "bad" for row in rows if row["reason"]]
     title = f"{about['model']} on {about['data']}: {kind.replace('-', ' ')}"
     measured = Picture(title=f"{title}, drawn", base64=base64.b64encode(picture.read_bytes()).decode())
+    unmeasured = Table(columns=[columns[0], "status", "reason"], rows=others, words=("status", "reason"), tones=tones)
     tables = [
         Section(title="Measured", blocks=[Table(columns=columns, rows=listed), measured] if listed else [measured]),
-        Section(
-            title="Not measured",
-            blocks=[
-                Table(columns=[columns[0], "status", "reason"], rows=others, words=("status", "reason"), tones=tones)
-            ]
-            if others
-            else [],
-        ),
+        Section(title="Not measured", blocks=[unmeasured] if others else []),
     ]
     facts = []
     for name, value in named.items():

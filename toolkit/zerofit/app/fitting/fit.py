@@ -165,16 +165,8 @@ def _kind(option: LayoutOption) -> tuple:
     # DeepSpeed and zerofit refuse combinations of features, never sizes. So options that differ only in batch sizes,
     # buckets or overlap are all refused or all accepted.
     layout = option.layout
-    return (
-        layout.zero_stage,
-        layout.offload,
-        layout.tp,
-        layout.pp,
-        layout.sp,
-        layout.ep,
-        layout.checkpointing,
-        option.savings,
-    )
+    degrees = (layout.tp, layout.pp, layout.sp, layout.ep)
+    return layout.zero_stage, layout.offload, degrees, layout.checkpointing, option.savings
 
 
 HINT += "--anyway starts the smallest layout anyway"
