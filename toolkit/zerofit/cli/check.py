@@ -93,9 +93,7 @@ class CheckReports:
 @click.argument("files", nargs=-1)
 @click.option("--model", help="check sizes against this model, and fill them in with --resolve")
 @click.option(
-    "--gpu",
-    metavar="KIND",
-    help="the device of the run: h100-80gb, p5.48xlarge, ..., cpu, or a YAML file of your own",
+    "--gpu", metavar="KIND", help="the device of the run: h100-80gb, p5.48xlarge, ..., cpu, or a YAML file of your own"
 )
 @run_options(RUN_FIELDS)
 @click.option("--for", "reader", type=click.Choice(READERS), help="the program that reads the file [guessed]")

@@ -57,10 +57,7 @@ file_options = add_options(
     click.option("--image", help="--kubernetes: container image with zerofit"),
     click.option("--claim", help="--kubernetes: PersistentVolumeClaim for run folders and data"),
     click.option(
-        "--kind",
-        type=click.Choice(["trainjob", "pytorchjob"]),
-        default="trainjob",
-        help="kind of job [trainjob]",
+        "--kind", type=click.Choice(["trainjob", "pytorchjob"]), default="trainjob", help="kind of job [trainjob]"
     ),
 )
 

@@ -248,10 +248,7 @@ def _moves(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Ite
         kinds: dict[str, tuple[tuple[int, Callable[[Tensor, Tensor], Tensor]], ...]] = {  # operands read and written
             "elementwise": ((3, torch.mul), (3, torch.add), (2, lambda x, _: F.silu(x))),
             "normalisation": ((2, lambda x, _: F.layer_norm(x, (256,))), (2, lambda x, _: torch.softmax(x, -1))),
-            "copy": (
-                (2, lambda x, _: x.clone()),
-                (2, lambda x, _: x.view(-1, 4, 64).transpose(0, 1).contiguous()),
-            ),
+            "copy": ((2, lambda x, _: x.clone()), (2, lambda x, _: x.view(-1, 4, 64).transpose(0, 1).contiguous())),
             "embedding": ((2, lambda x, _, rows=rows: F.embedding(rows, x)),),
         }
         for kind, works in kinds.items():

@@ -26,11 +26,7 @@ SSH_FAILED = 255  # man ssh, EXIT STATUS
 # a pattern in the standard error, the kind of failure, a hint. Only the last two come from the remote command.
 FAILURES = (
     (r"REMOTE HOST IDENTIFICATION HAS CHANGED", "host-key", "if you know why its key is new: ssh-keygen -R {host}"),
-    (
-        r"Host key verification failed",
-        "host-key",
-        "its key is not known: run `ssh {host} true` once and accept it",
-    ),
+    (r"Host key verification failed", "host-key", "its key is not known: run `ssh {host} true` once and accept it"),
     (r"Permission denied|Too many authentication failures", "password", "copy your key to it: ssh-copy-id {host}"),
     (r"Could not resolve hostname|Name or service not known", "name", "correct the name, or add it to /etc/hosts"),
     (r"Connection refused", "refused", "start sshd on {host}, or give its port with --ssh-port"),

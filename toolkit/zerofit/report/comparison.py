@@ -24,10 +24,7 @@ BLUE, GREEN, RED, SAND, GRAY = "#332288", "#117733", "#CC6677", "#DDCC77", "#999
 MIB = 2**20
 MISSING = {"epochs_to_target": "not reached", "seconds_to_target": "not reached"}
 Rows = Sequence[dict[str, Any]]  # by column
-FORMATS: dict[str, Callable[[float], str]] = {
-    "rate": shown_rate,
-    "bytes": lambda value: shown_bytes(round(value)),
-}
+FORMATS: dict[str, Callable[[float], str]] = {"rate": shown_rate, "bytes": lambda value: shown_bytes(round(value))}
 
 
 class ComparisonTable(TypedDict):

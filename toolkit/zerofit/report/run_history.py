@@ -10,19 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from zerofit.report.forecasts import layout_words
-from zerofit.report.page import (
-    Answer,
-    Block,
-    Chart,
-    ChartLine,
-    Section,
-    Table,
-    Tone,
-    Unit,
-    color_of,
-    named,
-    table_of,
-)
+from zerofit.report.page import Answer, Block, Chart, ChartLine, Section, Table, Tone, Unit, color_of, named, table_of
 from zerofit.report.plot import Record, evaluations, points, steps_of
 from zerofit.spec.errors import Problems
 from zerofit.spec.files import number_in, read_jsonl

@@ -299,10 +299,7 @@ class _Fit:
         if self.given:
             names = ", ".join(self.request.place(name) for name in self.given)
             chosen_by = f"given: {names}; zerofit chose the rest"
-        why = (
-            *_reasons(option, search),
-            f"{chosen_by}; a resume uses the same layout (recorded in the run folder)",
-        )
+        why = (*_reasons(option, search), f"{chosen_by}; a resume uses the same layout (recorded in the run folder)")
         for line in why:
             self.report.note(line)
         worst, fields = search.seen.get(option), chosen(option)

@@ -315,10 +315,7 @@ def check_command(script: ScriptCommand, cluster: Cluster, *, rank: int, steps: 
     problems.extend(rank_problems(script, cluster.gpus, cluster.nodes))
     if not 0 <= rank < cluster.ranks:
         problems.add(
-            "bad-value",
-            f"no rank {rank}: there are {cluster.ranks} ranks",
-            f"use 0 to {cluster.ranks - 1}",
-            "--rank",
+            "bad-value", f"no rank {rank}: there are {cluster.ranks} ranks", f"use 0 to {cluster.ranks - 1}", "--rank"
         )
     if steps < 1:
         problems.add(

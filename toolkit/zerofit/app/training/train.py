@@ -40,11 +40,7 @@ def train(
 ) -> TrainingResult: ...
 @overload
 def train(
-    run: Run | RunRequest | str | Path,
-    *,
-    wait: Literal[False],
-    on_event: OnEvent | None = None,
-    anyway: bool = False,
+    run: Run | RunRequest | str | Path, *, wait: Literal[False], on_event: OnEvent | None = None, anyway: bool = False
 ) -> TrainingRun: ...
 def train(
     run: Run | RunRequest | str | Path,
