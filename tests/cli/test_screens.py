@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -110,7 +110,7 @@ def other_screens(folder: Path) -> dict[str, tuple[Callable[[], object], str]]:
         ),
         "eval": (partial(_show_scores, evaluated), "EVALUATED  359 samples of digits"),
         "doctor": (
-            partial(_show_findings, {"checks": [c.as_dict() for c in examined], "hosts": 2}),
+            partial(_show_findings, {"checks": [asdict(c) for c in examined], "hosts": 2}),
             "NOT READY  2 failed",
         ),
         "calibrate": (partial(_show_speeds, measured), "MEASURED  CPU (x86_64), 2 ranks"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def test_a_host_that_is_not_there_is_a_failure(stand_in, tmp_path):
 def test_a_report_is_a_table_without_names(monkeypatch):
     from zerofit.cli import machine
 
-    rows = [Check(name="gpus", host="alice-box", status="ok", value=f"{Path.home()}/a|b").as_dict()]
+    rows = [asdict(Check(name="gpus", host="alice-box", status="ok", value=f"{Path.home()}/a|b"))]
     monkeypatch.setattr(machine, "_examine", lambda *_, **options: {"checks": rows, "hosts": 1, **options})
     done = CliRunner().invoke(main, ["doctor", "--report"])
     assert done.exit_code == 0 and done.stdout.splitlines()[-1] == r"| gpus | ok | ~/a\|b |"

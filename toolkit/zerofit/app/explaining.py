@@ -110,7 +110,6 @@ def _of_log(lines: Sequence[LogLine], source: str = "log") -> Explanation:
     return explain_log(lines, source) or Explanation(
         source=source,
         cause=UNKNOWN,
-        place="",
         summary=f"The {source} has no message about an out-of-memory error or another failure.",
         run_next=f"{KERNEL_LOG}, on the host of the run"
         if source == "run folder"

@@ -77,7 +77,7 @@ def _examine(hostfile: Path | None, ssh_port: int | None, *, build_ops: bool, qu
     with EventConsole() as console:
         options = ExamineOptions(ssh_port=ssh_port, build_ops=build_ops, measure=not quick)
         checks = examine(hosts, options, Reporter(console).status)
-    return {"checks": [check.as_dict() for check in checks], "hosts": len(hosts)}
+    return {"checks": [asdict(check) for check in checks], "hosts": len(hosts)}
 
 
 def _show_findings(result: dict[str, Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Mapping
-from functools import cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,6 +41,7 @@ Gpu = Annotated[str, Field(description="h100-80gb, a100-40gb, l4, ..., or a clou
 Gpus = Annotated[int, Field(description="GPUs of a node")]
 Configuration = Annotated[str | dict[str, Any], Field(description="a file, or the configuration itself")]
 
+ONE_CALL = anyio.CapacityLimiter(1)  # two simulations at a time would need twice the host memory
 READING = ToolAnnotations(read_only_hint=True)
 app = MCPServer("zerofit", version=version("zerofit"), instructions=INSTRUCTIONS, log_level="WARNING")
 
@@ -157,13 +157,6 @@ def _with_knobs(result: Simulation, report: OnEvent) -> Simulation:
     return result
 
 
-@cache
-def _limiter() -> anyio.CapacityLimiter:
-    """Return a lock that allows one call at a time."""
-    # Two simulations would need twice the host memory.
-    return anyio.CapacityLimiter(1)
-
-
 async def _answered(ctx: Context, work: Callable[[OnEvent], Result | Mapping[str, object]]) -> dict[str, object]:
     """Do the work in a thread, report its progress, and return the JSON of its result.
 
@@ -178,7 +171,7 @@ async def _answered(ctx: Context, work: Callable[[OnEvent], Result | Mapping[str
 
     # The work blocks for minutes. In a thread, the server can still answer pings and send progress.
     try:
-        result = await anyio.to_thread.run_sync(work, report, limiter=_limiter())
+        result = await anyio.to_thread.run_sync(work, report, limiter=ONE_CALL)
     except Exception as error:
         problems = problems_of(error)
         if not problems:

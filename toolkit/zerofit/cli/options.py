@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 import click
 
 from zerofit.features import checkpointing
-from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.errors import Problems, UserError
 from zerofit.spec.foreign import Unreadable, parse_json
 from zerofit.spec.run import AUTO, Run, plain_type, switch
 
@@ -225,13 +225,8 @@ def clusters(kinds: Sequence[str], **sizes: object) -> list[Cluster]:
     # `zerofit plan` without hardware is about this machine, also if some sizes are overridden.
     if not names:
         return [replace(Cluster.here(), **overridden)]
-    problems: list[Problem] = []
-    hardware = []
-    for name in names:
-        try:
-            hardware.append(Cluster(name, **overridden))
-        except UserError as error:
-            problems += error.problems
-    if problems:
+    problems = Problems()
+    hardware = [problems.attempt(lambda name=name: Cluster(name, **overridden)) for name in names]
+    if problems:  # a wrong size is the same problem for each kind
         raise UserError(*dict.fromkeys(problems))
-    return hardware
+    return [cluster for cluster in hardware if cluster]

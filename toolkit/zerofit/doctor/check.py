@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 
@@ -19,10 +19,6 @@ class Check:
     hint: str = ""  # how to fix it
     figure: float | None = None  # the measured value in bytes, bytes/s, FLOP/s or seconds
     source: str = ""  # source of the expected value
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the object that `--json` prints."""
-        return asdict(self)
 
 
 def check(

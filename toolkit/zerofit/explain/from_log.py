@@ -44,7 +44,6 @@ def _of_failure(lines: Sequence[LogLine], failure: Failure, source: str) -> Expl
     return Explanation(
         source=source,
         cause=failure.cause,
-        place="",
         summary=failure.summary,
         evidence=failure.evidence,
         message=failure.message,

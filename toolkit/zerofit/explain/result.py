@@ -53,7 +53,7 @@ class Explanation:
 
     source: str  # "log", "snapshot" or "run folder"
     cause: str  # a stable name, or UNKNOWN
-    place: str  # "device", "host", "shared memory" or "kernel"; "" if no memory ran out
+    place: str = ""  # "device", "host", "shared memory" or "kernel"; "" if no memory ran out
     summary: str  # the cause in a sentence or two
     evidence: tuple[str, ...] = ()  # sentences with the evidence
     message: str = ""  # the error

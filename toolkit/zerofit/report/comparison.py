@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 BLUE, GREEN, RED, SAND, GRAY = "#332288", "#117733", "#CC6677", "#DDCC77", "#999999"  # Paul Tol's "muted" scheme
 MIB = 2**20
+SIDES = ["top", "right"]  # of a plot, without a line
 MISSING = {"epochs_to_target": "not reached", "seconds_to_target": "not reached"}
 Rows = Sequence[dict[str, Any]]  # by column
 FORMATS: dict[str, Callable[[float], str]] = {"rate": shown_rate, "bytes": lambda value: shown_bytes(round(value))}
@@ -146,7 +147,7 @@ def _strategies(figure: Figure, about: dict[str, object], rows: Rows) -> None:
         axes.set_yticks(bar_heights, names if column == 0 else [""] * len(names), fontsize=8)
         axes.set_xlabel(label)
         axes.margins(x=0.18, y=0.02)
-        _plain(axes)
+        axes.spines[SIDES].set_visible(False)
     if stale:
         axes = figure.add_subplot(grid[1, :])
         for row, color in zip(stale, (SAND, RED), strict=False):
@@ -155,7 +156,7 @@ def _strategies(figure: Figure, about: dict[str, object], rows: Rows) -> None:
         axes.set(xlabel="update of the server", ylabel="staleness\n(updates between)")
         axes.legend(frameon=False, fontsize=8)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        _plain(axes)
+        axes.spines[SIDES].set_visible(False)
 
 
 def _sizes(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
@@ -178,7 +179,7 @@ def _sizes(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
         second[0].plot([p["epoch"] for p in curve], [p["accuracy"] for p in curve], "-", color=color, label=str(size))
     second[0].set(xlabel="epoch", ylabel="accuracy")
     second[0].legend(fontsize=8, title="batch size", title_fontsize=8)
-    _plain(second[0])
+    second[0].spines[SIDES].set_visible(False)
     _spread(second[1], sizes, rows, "test_accuracy", "accuracy on the test samples, best epoch", GREEN, "linear")
     _spread(third[0], sizes, rows, "seconds_per_epoch", "seconds per epoch", RED)
     if len({row["batch_size"] for row in rows if row["noise_scale"]}) > 1:
@@ -203,7 +204,7 @@ def _spread(axes: Axes, sizes: Sequence[int], rows: Rows, key: str, label: str, 
         for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
             set_formatter(LogFormatter(labelOnlyBase=False))  # plain numbers, also between powers of ten
     axes.set(xlabel="batch size", ylabel=label)
-    _plain(axes)
+    axes.spines[SIDES].set_visible(False)
 
 
 def _scaling(figure: Figure, about: dict[str, object], rows: Rows) -> None:
@@ -219,9 +220,4 @@ def _scaling(figure: Figure, about: dict[str, object], rows: Rows) -> None:
     efficiency.set(xlabel="ranks", ylabel="efficiency", xticks=counts, ylim=(0, 1.1))
     for axes in (speed, efficiency):
         axes.legend(frameon=False)
-        _plain(axes)
-
-
-def _plain(axes: Axes) -> None:
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+        axes.spines[SIDES].set_visible(False)

@@ -82,8 +82,7 @@ def _figure(timeline: MemoryTimeline) -> Figure:
     areas.set_ylabel(f"device memory ({word})")
     areas.set_title(timeline.get("title", ""), loc="left", fontsize=11)
     areas.tick_params(axis="x", labelbottom=False, length=0)
-    for side in ("top", "right"):
-        areas.spines[side].set_visible(False)
+    areas.spines[["top", "right"]].set_visible(False)
     # The legend lists kinds from top to bottom, as they are stacked. matplotlib would begin with the lowest.
     handles, labels = areas.get_legend_handles_labels()
     total = timeline.get("device_total_bytes", 0)

@@ -26,6 +26,7 @@ AGREES = 1e-5  # largest difference of fp32 weights between layouts that compute
 # "not-here": unsupported on these devices or in this installation; "does-not-fit": exceeds free memory
 Status = Literal["ok", "not-here", "does-not-fit", "failed"]
 DETAILS = {"efficiency", "process", "loss", "lines"}  # columns left out of a page about several comparisons
+SPREADS = ("final_accuracy", "test_accuracy", "seconds", "noise_scale")  # figures over the seeds of a batch size
 Mode = Literal["weak", "strong"]
 Kind = Literal["strategies", "batch-size", "scaling"]
 
@@ -300,10 +301,7 @@ def summarize_sizes(rows: Sequence[SizeRow]) -> list[SizeSummary]:
                 reached=len(times),
                 samples_to_target=_spread([size * row.steps_to_target for row in finished if row.steps_to_target]),
                 seconds_to_target=_spread(times),
-                final_accuracy=_spread([row.final_accuracy for row in finished]),
-                test_accuracy=_spread([row.test_accuracy for row in finished]),
-                seconds=_spread([row.seconds for row in finished]),
-                noise_scale=_spread([row.noise_scale for row in finished]),
+                **{name: _spread([getattr(row, name) for row in finished]) for name in SPREADS},
             )
         )
     return summaries

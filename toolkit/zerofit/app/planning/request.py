@@ -103,12 +103,8 @@ class PlanningRequest:
         if self.maximum and self.minimum:
             problems.add("usage", "--max and --min cannot be combined", "use one of them", "--max, --min")
         if self.tuned and self.measured:
-            problems.add(
-                "usage",
-                "--from and --measured cannot be combined: each option corrects the step times",
-                "use one of them",
-                "--from, --measured",
-            )
+            message = "--from and --measured cannot be combined: each option corrects the step times"
+            problems.add("usage", message, "use one of them", "--from, --measured")
         if self.from_trace and (self.tuned or self.measured):
             other = "--from" if self.tuned else "--measured"
             message = f"--from-trace and {other} cannot be combined: each option corrects the step times"

@@ -314,11 +314,9 @@ def check_command(script: ScriptCommand, cluster: Cluster, *, rank: int, steps: 
         problems.add("command", f"no script {script.script}", "use a path relative to the current folder", "COMMAND")
     problems.extend(rank_problems(script, cluster.gpus, cluster.nodes))
     if not 0 <= rank < cluster.ranks:
-        problems.add(
-            "bad-value", f"no rank {rank}: there are {cluster.ranks} ranks", f"use 0 to {cluster.ranks - 1}", "--rank"
-        )
+        message, hint = f"no rank {rank}: there are {cluster.ranks} ranks", f"use 0 to {cluster.ranks - 1}"
+        problems.add("bad-value", message, hint, "--rank")
     if steps < 1:
-        problems.add(
-            "bad-value", f"--steps {steps} is less than 1", "use 2: the second step may need more memory", "--steps"
-        )
+        hint = "use 2: the second step may need more memory"
+        problems.add("bad-value", f"--steps {steps} is less than 1", hint, "--steps")
     problems.raise_if_any()
