@@ -28,7 +28,7 @@ def three(made, monkeypatch):
 
 
 def test_all_is_well(three, tmp_path):
-    asked = PreflightRequest(run_folder=tmp_path, master_port=29555, checkpoint_bytes=1000)
+    asked = PreflightRequest(run_folder=tmp_path, master_port=29555)
     start = time.perf_counter()
     found = preflight(read_hostfile(three.hostfile()), asked)
     assert time.perf_counter() - start < 20

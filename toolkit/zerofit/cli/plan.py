@@ -283,8 +283,7 @@ def _read_request(model: str | None, options: dict[str, Any]) -> tuple[PlanningR
     if options["write"]:
         problems.attempt(lambda: refuse_existing(options["write"]))
     problems.attempt(lambda: refuse_page(options["html"]))
-    if options["trace"]:
-        problems.attempt(lambda: refuse_place(options["trace"]))
+    problems.attempt(lambda: refuse_place(options["trace"]))
     kinds = problems.attempt(lambda: clusters(**{name: options[name] for name in ("kinds", *HARDWARE)}))
     problems.raise_if_any()
     assert request and kinds

@@ -22,13 +22,12 @@ USED_BYTES = 2**30  # a display and a driver use less than this
 WARN_S, FAIL_S = 2.0, 60.0  # clock difference; logs, and builds on shared disks, are ordered by time
 
 
-def checks(hosts: Sequence[Host], facts: Facts, own: HostFacts, accelerator: str | None) -> list[Check]:
+def checks(hosts: Sequence[Host], facts: Facts, own: HostFacts) -> list[Check]:
     """Check versions, code, run file, slots, processes and GPUs of all hosts.
 
-    Run folder, clock and network are checked elsewhere.
+    Run folder, clock, disk and network are checked elsewhere.
     """
     # If one host has GPUs, the run is meant for GPUs. A host without them is then a failure, not a host for CPU ranks.
-    cuda = any(host_facts["gpus"] for host_facts in facts.values()) if accelerator is None else accelerator == "cuda"
     names = [host_facts["gpus"][0]["name"] for host_facts in facts.values() if host_facts["gpus"]]
     found: list[Check] = []
     for host in hosts:
@@ -37,7 +36,7 @@ def checks(hosts: Sequence[Host], facts: Facts, own: HostFacts, accelerator: str
         host_facts = facts[host.name]
         found += [_versions(host.name, host_facts, own), _code(host.name, host_facts, own)]
         found += _run_file(host.name, host_facts, own)
-        found += [slots(host, host_facts, cuda=cuda), _strays(host.name, host_facts)]
+        found += [slots(host, host_facts, cuda=bool(names)), _strays(host.name, host_facts)]
         found += gpus(host, host_facts, names)
     return found
 
@@ -150,10 +149,8 @@ def clock(host: str, difference_s: float, error_s: float) -> Check:
     return check("clock", host, problem, words, status, expected=f"within {WARN_S:g} s", hint=hint)
 
 
-def disk(facts: Facts, checkpoint_bytes: int | None) -> list[Check]:
-    """Check the free space for checkpoints in the run folder; return [] if their size is None."""
-    if checkpoint_bytes is None:
-        return []
+def disk(facts: Facts, checkpoint_bytes: int) -> list[Check]:
+    """Check the free space for checkpoints of this size in the run folder."""
     found = []
     expected, hint = "space for two checkpoints", "delete files, or choose another folder with --output"
     for host, host_facts in facts.items():

@@ -30,8 +30,6 @@ class PreflightRequest:
     run_folder: Path | None = None  # a folder on this machine, which must be the same folder on all hosts
     run_file: Path | None = None
     code: Path | None = None  # file or package folder of the user's own model: `software.model_code`
-    checkpoint_bytes: int | None = None  # size of one checkpoint
-    accelerator: str | None = None  # "cuda" or "cpu"; None: cuda if any host has a GPU
     master: str | None = None  # host name or address where ranks meet; None: the first host's best address
     master_port: int | None = None
     callback: tuple[str, int] | None = None  # address and port where the asking command already listens
@@ -105,10 +103,9 @@ async def _preflight(hosts: Sequence[Host], request: PreflightRequest) -> Prefli
             routes = await find_routes(names, reached, facts, request)
         expected = "ssh without a prompt, and the same zerofit on the host"
         checks = [no_answer(name, "reachable", missing[name], expected) for name in names if name in missing]
-        checks += compare.checks(hosts, facts, await own, request.accelerator)
+        checks += compare.checks(hosts, facts, await own)
         if request.run_folder is not None:
             checks += compare.folders(facts, request.run_folder, seen)
-            checks += compare.disk(facts, request.checkpoint_bytes)
         checks += [clock(name, host.clock_s, host.clock_error_s) for name, host in reached.items()]
         checks += routes.checks
     # by host; the sort keeps the order of a host's checks

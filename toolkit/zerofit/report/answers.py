@@ -203,15 +203,10 @@ class PlanAnswer:
     rate_sources: dict[str, str] = field(default_factory=dict)
 
     @property
-    def where(self) -> str:
-        """The hardware, as text."""
-        nodes = f"{self.cluster.nodes} x " if self.cluster.nodes > 1 else ""
-        return f"{nodes}{self.cluster.gpus} x {self.cluster.gpu}"
-
-    @property
     def title(self) -> str:
         """The title: model and hardware."""
-        return f"{self.model} in {self.precision} on {self.where}"
+        nodes = f"{self.cluster.nodes} x " if self.cluster.nodes > 1 else ""
+        return f"{self.model} in {self.precision} on {nodes}{self.cluster.gpus} x {self.cluster.gpu}"
 
 
 @dataclass(frozen=True, kw_only=True)

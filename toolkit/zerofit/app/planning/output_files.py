@@ -262,9 +262,9 @@ def merged(planned: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
     return completed
 
 
-def refuse_place(path: Path, flag: str = TRACE_FLAG) -> None:
-    """Raise a UserError if a trace or snapshot cannot be written to `path`."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
+def refuse_place(file: str | Path | None, flag: str = TRACE_FLAG) -> None:
+    """Raise a UserError if a trace or snapshot is requested and cannot be written to `file`."""
+    if file is not None and ((path := Path(file)).is_dir() or not path.absolute().parent.is_dir()):
         hint = "name a file in an existing folder"
         raise UserError(Problem(kind="bad-value", message=f"cannot write {path}", hint=hint, where=flag))
 

@@ -262,10 +262,8 @@ def simulate(
     prepared = prepare_simulation(request, cluster, image=image, alloc_conf=alloc_conf, report=report)
     if stages := stages_of(prepared.job):
         report.stages(stages)
-    if trace is not None:
-        refuse_place(Path(trace))
-    if snapshot is not None:
-        refuse_place(Path(snapshot), SNAPSHOT_FLAG)
+    refuse_place(trace)
+    refuse_place(snapshot, SNAPSHOT_FLAG)
     # One rank of each stage is simulated, from a few layers. `decided` repeats those near the limit with all layers.
     exact = exact or trace is not None or snapshot is not None  # an extrapolated rank has no timeline of memory
     targets = [replace(prepared.target(n), stacks=snapshot is not None) for n in _ranks(prepared.job, rank)]

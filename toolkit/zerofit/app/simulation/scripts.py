@@ -83,10 +83,8 @@ def simulate_script(
     script = read_command(command)
     cluster = Cluster.here() if cluster is None else cluster
     read_alloc_conf(alloc_conf)
-    if trace is not None:
-        refuse_place(Path(trace))
-    if snapshot is not None:
-        refuse_place(Path(snapshot), SNAPSHOT_FLAG)
+    refuse_place(trace)
+    refuse_place(snapshot, SNAPSHOT_FLAG)
     check_command(script, cluster, rank=rank or 0, steps=steps)
     target = ScriptTarget(
         command=script,
