@@ -153,6 +153,7 @@ def fail(problems: list[Problem], code: int, as_json: bool) -> NoReturn:
         # A requested stop is not an error.
         label = "" if code in (Stopped.exit_code, STOPPED) else f"{style('error', fg='red', bold=True)}: "
         click.echo(f"{label}{problem.message}", err=True)
+        # A message often contains its place. The place is then not printed a second time.
         if problem.where not in problem.message:
             click.echo(f"   at: {problem.where}", err=True)
         if others and problem.where:

@@ -127,6 +127,7 @@ def check(
     outputs = {name: options[name] for name in ("fix", "migrate", "explain", "resolve")}
     # --resolve prints what zerofit would pass on, or what another program would, if its arguments are given.
     reader = reader or ("zerofit" if options["resolve"] and not companions else None)
+    # `--json` is the form that all commands have; `--format json` is the same.
     form = "json" if as_json else options["form"]
 
     def work(console: EventConsole) -> CheckReports:
@@ -160,6 +161,7 @@ def check(
             total = f"{len(reports.results)} files, {len(faulty)} with errors"
             click.echo(f"{total}; checked against DeepSpeed {catalog().version}", err=True)
 
+    # Warnings alone do not fail a pipeline of CI, unless it asks for that.
     code = answer_watched(work, form == "json", show, html=options["html"]).exit_code
     sys.exit(CLEAN if code == WARNINGS and not strict else code)
 
@@ -195,6 +197,7 @@ def _show(report: CheckReport | UnreadFile, show_all: bool, several: bool) -> No
     result = report.result
     if several and not (result.findings or report.new_text or report.explained):
         return
+    # Standard output has only the findings, which editors read. The totals go to standard error.
     errors, warnings = len(result.errors), len(result.warnings)
     total = f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
     total = total if result.findings else "nothing wrong"

@@ -119,6 +119,7 @@ def sarif(results: Iterable[CheckResult | UnreadFile]) -> str:
         codes.add(code)
     rules = [{"id": code} for code in sorted(codes)]
     driver = {"name": "zerofit check", "version": version("zerofit"), "rules": rules}
+    # Python counts the columns of a line in code points. SARIF readers may expect UTF-16 units.
     run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": logged}
     return json.dumps({"$schema": "https://json.schemastore.org/sarif-2.1.0.json", "version": "2.1.0", "runs": [run]})
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from zerofit.checkpoint.export import ExportResult
     from zerofit.spec.run_folder import Layout
 
+# exit codes, as of cmp: 1 for a difference, 2 for a checkpoint that cannot be used
 DIFFERENT, DAMAGED = 1, 2
 
 
@@ -219,6 +220,7 @@ def show_list(result: CheckpointList) -> None:
     print_verdict(console, verdict, f"{words} {result.folder}", good=not damaged)
     if rows:
         keep = ("step", "state", "saved", "size", "layout", "ranks", "samples")
+        # The program is in a column only if the list has checkpoints of other programs.
         if any(row["program"] != "zerofit" for row in rows):
             keep = ("step", "program", *keep[1:])
         console.print(fitting_table(console, rows, ("step", "size", "ranks", "samples"), keep, "state", styles))

@@ -46,6 +46,7 @@ common_options = add_options(
 )
 step_options = add_options(  # of comparisons that train for some steps
     click.option("--global-batch", type=POSITIVE, **job_default("global_batch", "samples per step")),
+    # The first WARM steps are not timed, so one more is the least.
     click.option(
         "--steps", type=click.IntRange(min=WARM + 1), **job_default("steps", "optimizer steps of each strategy")
     ),
@@ -209,8 +210,10 @@ def show_strategies(result: Comparison[StrategyRow]) -> None:
     print_verdict(console, "FASTEST" if best else "NOTHING RAN", words + gain, good=best is not None)
     _print_rows(console, result)
     for row in result.rows:
+        # `agrees` is None if the weights need not be equal, as for asynchronous strategies.
         if row.agrees is False:
             words = f"{row.strategy}: weights differ by {row.max_weight_difference:.1e} from those of a single device"
+            # Each rank normalizes by its own part of the batch, so other weights are no fault of the strategy.
             words += "; the cause is batch norm over each rank's own part of the batch" if row.batch_norm else ""
             console.print(words, style="yellow")
         if row.staleness:

@@ -246,6 +246,7 @@ class EventConsole:
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
+        # rich would break a line at the width of the console, also within a path.
         self.console.print(text, soft_wrap=True)
 
     def _update(self, **fields: Any) -> None:
@@ -372,6 +373,7 @@ def _step_line(event: Event) -> str:
         step += f" of {event.total}"
     # The remaining steps are expected to take as long as this one.
     if event.total and seconds is not None:
+        # timedelta prints 0:03:05. Without its hours, and without a leading zero, this is 3:05.
         remaining = timedelta(seconds=round(seconds * (event.total - event.done)))
         step += f", {str(remaining).removeprefix('0:').removeprefix('0')} left"
     return f"{step}: {figures}"

@@ -85,11 +85,13 @@ def show(result: Explanation) -> None:
 
 
 def _facts(result: Explanation) -> Iterator[tuple[str, str]]:
+    # The order is that of a reader's questions: why, where, when, which memory, and what to do.
     yield from labelled("because", result.evidence)
     if result.at:
         function = f" ({result.function})" if result.function else ""
         yield "your line", f"{result.at}{function}{f': {result.code}' if result.code else ''}"
     if result.asked_by:
+        # Only a shortage of memory has a request; other failures have an exception.
         yield "requested by" if result.place else "raised in", result.asked_by
     if when := [*filter(None, [result.phase, f"after {counted(result.steps, 'step')}" if result.steps else ""])]:
         yield "when", ", ".join(when)

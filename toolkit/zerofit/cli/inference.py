@@ -87,9 +87,11 @@ def _show_scores(result: Evaluation) -> None:
 @click.option("--prompt", help="beginning of the text")
 @click.option("--chat", "chats", is_flag=True, help="chat: answer each line of standard input")
 @click.option("--system", help="only with --chat: the system message")
+# `generate` and `chat` have defaults of their own, so this option has none.
 @click.option("--max-new-tokens", type=click.IntRange(min=1), help=NEW_TOKENS_HELP)
 @click.option("--temperature", type=Number(0), default=0.7, show_default=True, help=TEMPERATURE_HELP)
 @click.option("--top-p", type=Number(0, 1, min_open=True), default=1.0, show_default=True, help=TOP_P_HELP)
+# torch's generators get seeds of 64 bits with a sign.
 @click.option(
     "--seed", type=click.IntRange(min=0, max=2**63 - 1), default=0, show_default=True, help="random seed for sampling"
 )
@@ -129,6 +131,7 @@ def generate(ckpt: Path, prompt: str | None, chats: bool, as_json: bool, **optio
             if prompt is None:
                 return chat(ckpt, _typed_turns(until_text, as_json), **named)
             result = generate(ckpt, prompt, **named)
+            # The text was written piece by piece, without a line break at its end.
             click.echo(err=as_json)
             return result
 

@@ -98,6 +98,7 @@ def _launch(
 ) -> TrainingResult | JobFile | dict[str, object]:
     """Write a job file, return the launcher's command, or train. `own`: options of no run."""
     if own["slurm"] or own["kubernetes"]:
+        # The job runs on other hosts, which share this file system: it activates the environment of this command.
         activate = Path(sys.prefix, "bin", "activate")
         if own["setup"] is None:
             own["setup"] = f". {shlex.quote(str(activate))}" if activate.exists() else ""
@@ -112,6 +113,7 @@ def _launch(
     if own["dry_run"]:
         return {"command": launcher_command(request.run, hosts, host_request)}
     with EventConsole(request.run.log_every) as console:
+        # An error while an event is shown must not end the supervision of the ranks.
         report = Reporter(shielded(console))
         # With --no-ssh every node runs this command. The first node supervises, the others follow.
         if host_request.node_rank:
@@ -126,6 +128,7 @@ def _launch(
             hosts=hosts,
             options=host_request,
             report=report,
+            # The hosts compare their copy of this file with the one here.
             run_file=Path(target) if target and is_run_file(target) else None,
             max_restarts=own["max_restarts"],
             handle_signals=True,

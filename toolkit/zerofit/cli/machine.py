@@ -58,6 +58,7 @@ def doctor(
 
     Exit code 1: a check failed.
     """
+    # An issue needs versions and checks. Measurements would take a minute.
     show = _show_report if report else _show_findings
     result = answer(lambda: _examine(hostfile, ssh_port, build_ops=build_ops, quick=quick or report), as_json, show)
     if any(check["status"] == "fail" for check in result["checks"]):
@@ -135,6 +136,7 @@ def _calibrate(budget_s: float) -> dict[str, object]:
         by_rank = measured(job, ranks, lambda phase: progress.update(task, description=phase))
     about = {
         "kind": cluster.device.kind,
+        # torch has names only for GPUs.
         "device_name": by_rank[0]["device_name"] or f"CPU ({platform.machine()})",
         "devices": ranks,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

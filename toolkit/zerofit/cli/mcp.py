@@ -27,6 +27,7 @@ from zerofit.spec.events import Event, OnEvent
 if TYPE_CHECKING:
     from zerofit.simulate.forecast.result import Simulation
 
+# Agents read these texts before they call a tool, so units and the next step are named here.
 INSTRUCTIONS = """Forecasts of GPU memory and step time for PyTorch and DeepSpeed training, and checks of DeepSpeed
 JSONs. No GPU is needed. Sizes are bytes, times seconds. Read `fits` first. If it is false, take the entry of `knobs`
 that fits and has the lowest `cost_rank`. If none fits, call `plan` with the same model and GPUs."""
@@ -77,6 +78,7 @@ async def simulate(
     return await _answered(ctx, work)
 
 
+# This tool runs code of the user, so it is not marked as read-only.
 @app.tool()
 async def simulate_script(
     ctx: Context,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
+# click would stop at the first bad path. The commands check paths themselves, and report all problems at once.
 PATH = click.Path(path_type=Path)
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
 INPUT = click.option(
@@ -51,6 +52,7 @@ HARDWARE: dict[str, dict[str, Any]] = {
 }
 
 
+# `key=value` needs no quotes in a shell, JSON does.
 _PAIRS = re.compile(r"[A-Za-z_][\w.]*=[^,={}\[\]\"']+(,[A-Za-z_][\w.]*=[^,={}\[\]\"']+)*")
 
 
@@ -203,6 +205,7 @@ def host_arguments(options: dict[str, object]) -> list[str]:
     for name in HOST_FIELDS:
         flag, value = HOST_FLAGS.get(name, "--" + name.replace("_", "-")), options[name]
         for word in value if isinstance(value, tuple) else [value]:
+            # After `=`, a value that begins with a dash is not read as an option.
             words += [f"{flag}={word}"] if word not in (None, "") else []
     return words
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from zerofit.spec.cluster import Cluster
 
 FINDING = 1
+# the options of a run that change a forecast; others, such as --lr, change neither memory nor step time
 RUN_FIELDS = (
     *("model_args", "task", "micro_batch", "micro_batch_by_rank", "gradient_accumulation_steps", "global_batch"),
     *("seq_len", "optimizer", "activation_checkpointing", "ema", "tensor_parallel", "pipeline", "pipeline_schedule"),
@@ -250,8 +251,10 @@ def _plan(model: str | None, options: dict[str, Any], on_plan: Callable[[Plan], 
     request, kinds = _read_request(model, options)
     with EventConsole() as console:
         plan = answer_request(request, kinds, on_event=console, on_plan=on_plan)
+    # If nothing fits, there is nothing to write, and the exit code is FINDING.
     if options["write"] and plan.layouts:
         plan = replace(plan, written=plan.write(options["write"]))
+    # A trace shows why a layout is slow, also of a layout that does not fit.
     if options["trace"] and (plan.layouts or plan.misfits):
         plan = replace(plan, traced=plan.trace(options["trace"]))
     write_page(plan.to_dict(), options["html"])

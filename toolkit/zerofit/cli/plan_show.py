@@ -192,6 +192,7 @@ def _print_mesh(console: Console, layout: PlannedLayout) -> None:
 def _row(number: int, ranked: RankedLayout) -> dict[str, str]:
     layout, memory, outlook = ranked.layout, ranked.memory, ranked.outlook
     micro = f"micro batch {layout.micro_batch}"
+    # Most layouts that offload use host memory, so only NVMe is named.
     words = str(layout).replace(micro, f"{micro} x {layout.accumulation}").replace(":cpu", "")
     speed = "tokens/s" if ranked.tokens_per_s else "images/s"
     margin = shown_bytes(ranked.fit.margin_bytes)
@@ -205,6 +206,7 @@ def _row(number: int, ranked: RankedLayout) -> dict[str, str]:
         "margin": margin,
         "host": shown_bytes(memory.host_bytes) if memory.host_bytes else "-",
         "NVMe": shown_bytes(memory.nvme_bytes) if memory.nvme_bytes else "-",
+        # "#" keeps three digits (1.50), but also leaves a point at the end of 150.
         "step": f"{f'{ranked.step_s:#.3g}'.rstrip('.')} s",
         speed: shown_rate(ranked.tokens_per_s or ranked.samples_per_s),
         "MFU": f"{ranked.mfu:.0%}" if ranked.mfu is not None else "-",
@@ -261,6 +263,7 @@ def _outlook(outlook: Outlook) -> Iterator[tuple[str, str]]:
 
 
 def _hours(value: float) -> str:
+    # Three digits would turn 1,234 h into 1.23e+03 h.
     return f"{value:,.3g} h" if value < 1000 else f"{value:,.0f} h"
 
 

@@ -69,6 +69,7 @@ def _facts(result: Replay) -> Iterator[tuple[str, str]]:
     if result.step is not None:
         rank = f", rank {result.rank}" if result.rank is not None else ""
         yield "when", f"step {result.step}{f', {result.phase}' if result.phase else ''}{rank}"
+    # Which of these are known depends on the cause: a damaged weight has no operation.
     place = {"module": result.module, "operation": result.op, "tensor": result.tensor, "line": result.line}
     yield from ((label, text) for label, text in place.items() if text)
     yield from labelled("inputs", result.inputs)

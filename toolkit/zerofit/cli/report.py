@@ -12,6 +12,7 @@ from zerofit.cli.options import AS_JSON, PATH
 from zerofit.spec.errors import Problems
 
 HTML = click.option("--html", type=PATH, metavar="FILE", help="also write the answer as a page")
+# A browser decides by the ending whether a local file is a page.
 ENDINGS = (".html", ".htm")
 
 

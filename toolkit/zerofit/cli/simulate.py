@@ -141,6 +141,7 @@ def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: A
             if not releases:
                 raise
             raise UserError(_release_problem(releases, error)) from error
+        # The page draws the memory over time. In --json it is most of the text, so it is only there with --details.
         write_page(replace(result, with_timeline=True).to_dict(), options["html"])
         return replace(result, with_timeline=options["details"])
 
@@ -332,6 +333,7 @@ def _annotate(result: Simulation) -> None:
     properties = {"title": "zerofit simulate"}
     file, _, line = result.peak_at.own.rpartition(":")
     root = Path(os.environ.get("GITHUB_WORKSPACE", ".")).resolve()
+    # GitHub shows an annotation at a line only if the path is below the repository.
     if file and Path(file).resolve().is_relative_to(root):
         properties = {"file": str(Path(file).resolve().relative_to(root)), "line": line, **properties}
     click.echo(workflow_command(kind, compared.because, **properties), err=True)

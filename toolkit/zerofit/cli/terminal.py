@@ -18,6 +18,7 @@ import click
 
 # C0 except tab and newline, DEL, C1 (ECMA-48), marks that reverse text (UAX 9), and surrogates
 COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# U+FDD0 is a noncharacter of Unicode: no text should contain it.
 MARK = f"\ufdd0{secrets.token_hex(8)}"  # the escape character in our own styles; data cannot guess it
 _STYLE = re.compile(rf"{MARK}\[[\d;]*m")
 

@@ -64,6 +64,7 @@ def train(target: str | None, as_json: bool, anyway: bool, trust_model_code: boo
 
     Under deepspeed, torchrun, srun, mpirun or accelerate launch, zerofit uses the ranks that the launcher starts.
     """
+    # Settings that a launcher makes for other programs would leave most cores unused.
     drop_settings(os.environ)
     # A launcher has started this process. It becomes the guard of one rank, and rank 0's process supervises.
     if not is_first(os.environ):
@@ -160,6 +161,7 @@ def show(result: TrainingResult) -> None:
 def _next_commands(result: TrainingResult) -> list[list[str]]:
     """Return the commands that a user may run next: use the model, write a report, export."""
     folder, sample = _from_here(result.run_dir), (result.sample or "").split()
+    # The first word of the sample is a prompt that the tokenizer knows.
     prompt = ["--chat"] if result.conversations else ["--prompt", *sample[:1]]
     generates = sample or result.conversations
     use = ["zerofit", "generate", folder, *prompt] if generates else ["zerofit", "eval", folder]

@@ -17,6 +17,8 @@ from zerofit.explain.not_finite import Replay
 from zerofit.explain.result import Explanation
 from zerofit.spec.foreign import MAX_BYTES, Unreadable, bounded, of_kind, parse_json, shaped
 
+# Unknown keys are ignored, so a page also shows the output of a newer release. Fields that depend on an option have a
+# default. Numbers must be finite: JSON from Python may contain NaN, which no chart shows.
 Settings = dict[str, object]
 Sizes = dict[str, NonNegativeInt]
 NotEmpty = Field(min_length=1)
@@ -358,6 +360,7 @@ def results_of(value: Mapping[str, object]) -> list[Result]:
     files = value.get("files")  # `check` has one result for each file
     if isinstance(files, list):
         return [found for file in files for found in results_of(of_kind(file, dict))]
+    # `check` writes the error of a file that it could not read next to the name of the file.
     if isinstance(error := value.get("error"), dict):
         message = str(error.get("message"))
         if "file" not in value:

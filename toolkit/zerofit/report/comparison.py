@@ -90,6 +90,7 @@ def page(kind: str, about: dict[str, Any], rows: Rows, picture: Path) -> str:
     others = [[str(row[first]), row["status"].replace("-", " "), row["reason"]] for row in rows if row["reason"]]
     tones: list[Tone] = ["" if row["status"] == "not-here" else "bad" for row in rows if row["reason"]]
     title = f"{about['model']} on {about['data']}: {kind.replace('-', ' ')}"
+    # The picture is within the page, so that the page can be moved alone.
     measured = Picture(title=f"{title}, drawn", base64=base64.b64encode(picture.read_bytes()).decode())
     unmeasured = Table(columns=[columns[0], "status", "reason"], rows=others, words=("status", "reason"), tones=tones)
     tables = [
@@ -150,6 +151,7 @@ def _strategies(figure: Figure, about: dict[str, object], rows: Rows) -> None:
         axes.spines[SIDES].set_visible(False)
     if stale:
         axes = figure.add_subplot(grid[1, :])
+        # Two strategies have a staleness: the asynchronous one, and the one that bounds it.
         for row, color in zip(stale, (SAND, RED), strict=False):
             updates = range(1, len(row["staleness"]) + 1)
             axes.step(updates, row["staleness"], where="mid", color=color, label=row["strategy"])

@@ -152,6 +152,7 @@ def memory_chart(name: str, found: SimulationAnswer, most: int) -> Chart:
 
 def _hint(moment: ShownMoment) -> str:
     step = f" of step {moment.step + 1}" if moment.step >= 0 else ""
+    # Memory is released by Python or the allocator, not by a line of code.
     return ", ".join(filter(None, (f"in {moment.phase}{step}", moment.module, moment.at or "after a release")))
 
 
@@ -205,6 +206,7 @@ def _changes(found: Simulations) -> list[Block]:
                     "peak": shown_bytes(knob.peak_bytes),
                     "against now": growth,
                     "reserved": shown_bytes(knob.reserved_bytes),
+                    # Some changes have no formula for the step time.
                     "step time": cost(knob.slowdown) or "unknown",
                     "verdict": "fits" if knob.fits else "does not fit",
                 }
@@ -215,6 +217,7 @@ def _changes(found: Simulations) -> list[Block]:
 
 def _script(run: Mapping[str, object]) -> Iterator[Block]:
     """Yield the faults of a script, and how its simulation approximates it."""
+    # The settings of a run have no form here, so the types of these values are checked.
     listed = {key: run.get(key) for key in ("faults", "notes")}
     rows = {
         key: [row for row in value if isinstance(row, dict)] for key, value in listed.items() if isinstance(value, list)

@@ -68,6 +68,7 @@ def _figure(timeline: MemoryTimeline) -> Figure:
     figure = Figure(figsize=(11, 6), layout="constrained")
     areas, strip = figure.subplots(2, 1, sharex=True, height_ratios=(11, 1))
     peak = max(timeline["points"], key=lambda point: sum(point["bytes"].values()))
+    # One unit for the axis, the line of the device and all peaks, so that they can be compared.
     unit, word = (2**30, "GiB") if sum(peak["bytes"].values()) >= 2**30 else (2**20, "MiB")
     _stack(areas, timeline, peak, unit)
     for phase in timeline["phases"]:

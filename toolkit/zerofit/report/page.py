@@ -42,6 +42,7 @@ SERIES += ("#EE7733", "#0077BB", "#778899")  # for charts with more parts
 
 def shades(color: str) -> str:
     """Return the CSS for a color and its counterpart on dark pages."""
+    # The CSS function chooses by the color scheme of the reader's system.
     return f"light-dark({color}, {ON_DARK.get(color, color)})"
 
 
@@ -67,6 +68,7 @@ class Table:
     """A table, whose first column names the row."""
 
     block: ClassVar = "table"
+    # A page with thousands of rows opens slowly. The output of --json has all of them.
     most: ClassVar = 300  # rows on a page
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -207,6 +209,7 @@ class Page:
     def to_html(self) -> str:
         """Return the page. All text is escaped."""
         # Styles and scripts are within the page. So it is one file, which also opens without a network.
+        # A kind of result has sections that many results leave empty. They get no heading.
         filled = [section for section in self.sections if section.blocks]
         charts = any(block.block == "chart" for section in filled for block in section.blocks)
         scripts = [ASSETS / "uPlot.iife.min.js", ASSETS / "page.js"] if charts else []
@@ -217,6 +220,7 @@ class Page:
             sections=filled,
             styles=[path.read_text(encoding="utf-8") for path in styles],
             scripts=[path.read_text(encoding="utf-8") for path in scripts],
+            # A page is often sent to others, who need to know which release made it.
             version=version("zerofit"),
         )
 

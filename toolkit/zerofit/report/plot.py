@@ -167,11 +167,13 @@ def draw_trials(trials: Sequence[Mapping[str, object]], out: Path) -> None:
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     times, best = figure.subplots(1, 2)
     good = [(n, cast(MeasuredTrial, t)) for n, t in enumerate(trials, start=1) if t["status"] == "ok"]
+    # The color of a point is the ZeRO stage.
     for number, trial in good:
         times.plot(trial["forecast_step_s"], trial["measured_step_s"], "o", color=f"C{trial['zero_stage']}")
         times.annotate(str(number), (trial["forecast_step_s"], trial["measured_step_s"]), fontsize=8)
     ends = [value for _, t in good for value in (t["forecast_step_s"], t["measured_step_s"])]
     times.plot([min(ends), max(ends)], [min(ends), max(ends)], ":", color="gray")
+    # Step times of layouts differ by factors, so both axes are logarithmic.
     times.set(xscale="log", yscale="log", xlabel="forecast step time (s)", ylabel="measured step time (s)")
     rates = {n: t["global_batch"] / t["measured_step_s"] for n, t in good}
     # The line never falls: after each trial it shows the best speed measured up to then.

@@ -194,6 +194,7 @@ def rollout_sections(found: RolloutAnswer) -> Iterator[Section]:
         for row in found.arrangements
         for phase, parts in row.phases.items()
     ]
+    # All arrangements are for the same kind of GPU.
     total = found.arrangements[0].device_total_bytes
     limit = f"{found.gpu}, {shown_bytes(total)} available", total
     yield Section(title="Memory of each phase", blocks=[Bars(bars=memory, limit=limit)])
@@ -349,6 +350,7 @@ def _named_answer(name: str, content: Reported) -> Answer:
 
 
 def _sections(sources: Sources) -> Iterator[Section]:
+    # What was measured comes before what was forecast.
     if runs := _of(sources, RunHistory):
         yield from run_sections(runs)
     if simulations := _of(sources, SimulationAnswer):

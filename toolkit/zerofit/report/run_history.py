@@ -253,6 +253,7 @@ def _faults(runs: Mapping[str, RunHistory]) -> list[Block]:
             row = {
                 "when": _moment(number_in(fault, "time_s")),
                 "run": name or run.folder,
+                # The line of a restart has a cause, but no kind.
                 "what": str(fault.get("kind", "restarted")),
                 "ranks": ", ".join(map(str, ranks)) if isinstance(ranks, list) else "",
                 "host": str(fault.get("host") or ""),
@@ -270,6 +271,7 @@ def _seconds(value: float | None) -> str:
 
 def _moment(seconds: float | None) -> str:
     try:
+        # A damaged file may have any number, and not every number is a date.
         return "-" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
     except (OverflowError, OSError, ValueError):
         return "-"
