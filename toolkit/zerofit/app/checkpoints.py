@@ -264,11 +264,8 @@ class Checkpoint:
             hint = "the number of processes and the ZeRO stage of the run that loads it"
             raise UserError(Problem(kind="usage", message=message, hint=hint, where="--ranks"))
         problems, given = Problems(), {"--ranks": ranks, "--stage": stage, "--dtype": dtype}
-        for flag, formats in (
-            ("--ranks", ("deepspeed",)),
-            ("--stage", ("deepspeed",)),
-            ("--dtype", ("deepspeed", "hf")),
-        ):
+        readers = {"--ranks": ("deepspeed",), "--stage": ("deepspeed",), "--dtype": ("deepspeed", "hf")}
+        for flag, formats in readers.items():
             if given[flag] is not None and to not in formats:
                 why = "which has the float32 weights" if flag == "--dtype" else "which any number of ranks loads"
                 problems.add("usage", f"{flag} with --to {to}, {why}", f"remove {flag}", flag)

@@ -271,13 +271,8 @@ def _read_request(model: str | None, options: dict[str, Any]) -> tuple[PlanningR
     # Each step runs even if another one fails, so that one answer names all wrong options.
     problems = Problems()
     pins: Any = given({name: options[name] for name in (*RUN_FIELDS, *PLAN_PINS, "precision")})
-    arguments = {
-        name: options[name]
-        for name in (
-            *("profile", "image", "maximum", "minimum", "tuned", "from_trace", "top", "nvme_path", "confirm"),
-            "engines",
-        )
-    }
+    names = ("profile", "image", "maximum", "minimum", "tuned", "from_trace", "top", "nvme_path", "confirm", "engines")
+    arguments = {name: options[name] for name in names}
     measured = options["measured"]
     arguments["measured"] = problems.attempt(lambda: MeasuredSpeed.parse(measured)) if measured else None
     arguments["write"], arguments["trust_model_code"] = options["write"] is not None, options["trust_model_code"]

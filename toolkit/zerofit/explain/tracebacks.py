@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zerofit.explain.log import LogLine
+from zerofit.explain.log import TRACEBACK, LogLine
 
 LOOKED_BACK = 400  # lines; a traceback through a large model and DeepSpeed has some 120
 
@@ -22,7 +22,6 @@ _NOTEBOOK = re.compile(
 _CELL = re.compile(r"^(?P<file>Cell In ?\[\d+\]), line (?P<line>\d+)(?:, in (?P<name>.+))?$")
 _RICH = re.compile(r"^[│|]\s*(?P<file>\S+\.py):(?P<line>\d+) in (?P<name>\S+)")
 _ARROW = re.compile(r"^\s*(?:-+>|[│|]?\s*❱)\s*(?P<line>\d+)?\s*(?P<code>.*)")
-_ENDS = re.compile(r"Traceback \(most recent call last\)")
 _LIBRARY = re.compile(
     r"(?:site|dist)-packages/|/lib/python3|<frozen |^<(?!ipython|stdin)|torch_extensions/|/tmp/torchinductor|zerofit/"
 )
@@ -65,7 +64,7 @@ def frames_before(lines: Sequence[LogLine], error: int) -> list[CodeFrame]:
     for line in reversed(lines[max(0, at - LOOKED_BACK) : at]):
         if line.rank != rank:
             continue
-        if _ENDS.search(line.text):
+        if TRACEBACK in line.text:
             break
         # _NOTEBOOK comes last: its loose pattern also matches lines of the other forms.
         match = CODE_LINE.match(line.text) or _RICH.match(line.text) or _CELL.match(line.text)
