@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from zerofit.doctor import remote
-from zerofit.doctor.preflight import PreflightRequest, preflight
+from zerofit.doctor.check import FAIL
+from zerofit.doctor.preflight import Preflight, PreflightRequest, preflight
 from zerofit.launch.hostfile import Host
 
 
@@ -40,13 +41,17 @@ FAILURES = [
 ]
 
 
+def statuses(found: Preflight) -> set[str]:
+    return {check.status for check in found.checks}
+
+
 @pytest.mark.parametrize(("said", "code", "value", "hint"), FAILURES)
 def test_a_host_that_does_not_answer(stand_in, said, code, value, hint):
     stand_in(f"echo {shlex.quote(said)} >&2; exit {code}")
     found = preflight([Host("a", 1), Host("b", 1)], PreflightRequest())
     check = next(check for check in found.checks if check.host == "a")
     assert (check.name, check.status) == ("reachable", "fail") and value in check.value and hint in check.hint
-    assert found.failed and not found.facts and len(found.findings) == 2
+    assert FAIL in statuses(found) and not found.facts and len(found.findings) == 2
 
 
 def test_no_ssh_here(monkeypatch, tmp_path):
@@ -57,21 +62,21 @@ def test_no_ssh_here(monkeypatch, tmp_path):
 
 def test_what_a_remote_shell_prints_is_passed_over(stand_in):
     stand_in("echo 'Welcome!'; printf 'no newline'")
-    assert not preflight([Host("a", 1), Host("b", 1)], PreflightRequest()).failed
+    assert FAIL not in statuses(preflight([Host("a", 1), Host("b", 1)], PreflightRequest()))
 
 
 @pytest.mark.parametrize("said", ["head -c 5000000 /dev/zero", "echo 'zerofit-answers {'"])
 def test_an_answer_that_cannot_be_read_is_a_finding(stand_in, said):
     stand_in(said)
     found = preflight([Host("a", 1), Host("b", 1)], PreflightRequest())
-    assert found.failed and "no JSON line of at most 4 MiB" in found.checks[0].value
+    assert FAIL in statuses(found) and "no JSON line of at most 4 MiB" in found.checks[0].value
 
 
 def test_no_pipe_is_left_to_an_event_loop_that_is_closed(stand_in, monkeypatch):
     stand_in("sleep 5 &")  # holds the pipes for longer than the conversation
     caught: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", caught.append)
-    assert not preflight([Host("a", 1), Host("b", 1)], PreflightRequest()).failed
+    assert FAIL not in statuses(preflight([Host("a", 1), Host("b", 1)], PreflightRequest()))
     gc.collect()
     assert not caught
 
@@ -105,7 +110,7 @@ def test_hostile_names_reach_no_shell(stand_in, tmp_path, monkeypatch):
             patch.setattr(remote.sys, "executable", str(python))
             asked = PreflightRequest(run_folder=folder, run_file=folder / name, code=folder, master_port=None)
             found = preflight([Host("a", 1), Host("b", 1)], asked)
-        assert not found.failed, found.findings
+        assert FAIL not in statuses(found), found.findings
         assert one_of(found, "run-folder", "a").value == "shared and writable"
         assert one_of(found, "run-file", "b").value == "the same"
         assert not trap.exists() and sorted(p.name for p in folder.iterdir()) == sorted(["python", name])
@@ -120,7 +125,8 @@ def one_of(found, name, host):
 def test_a_single_local_host_needs_no_ssh(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     found = preflight([Host("localhost", 1)], PreflightRequest(run_folder=tmp_path))
-    assert not found.failed and found.master_address == "127.0.0.1" and found.interfaces == {"localhost": "lo"}
+    assert FAIL not in statuses(found)
+    assert found.master_address == "127.0.0.1" and found.interfaces == {"localhost": "lo"}
 
 
 def test_the_ssh_port_and_no_prompt(stand_in):

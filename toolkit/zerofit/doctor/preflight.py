@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypedDict, cast
 
 from zerofit.doctor import compare
-from zerofit.doctor.check import FAIL, OK, WARN, Check, check
+from zerofit.doctor.check import OK, WARN, Check, check
 from zerofit.doctor.compare import clock
 from zerofit.doctor.facts import HostFacts, collect
 from zerofit.doctor.remote import Conversation, Unreachable, ask_all, conversations
@@ -51,11 +51,6 @@ class Preflight:
     def findings(self) -> tuple[Check, ...]:
         """The checks that are not OK."""
         return tuple(check for check in self.checks if check.status != OK)
-
-    @property
-    def failed(self) -> bool:
-        """Whether a check failed. A run would then fail, too."""
-        return any(check.status == FAIL for check in self.checks)
 
 
 class Connection(TypedDict):
