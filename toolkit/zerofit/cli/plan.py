@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from zerofit.cli.answer import answer, fail
+from zerofit.cli.answer import BAD_INPUT, answer, fail
 from zerofit.cli.console import EventConsole
 from zerofit.cli.options import (
     AS_JSON,
@@ -198,10 +198,8 @@ def refuse_unread(ctx: click.Context) -> None:
             flag = parameter.opts[-1]
             message = f"plan --{mode} does not read {flag}" if mode else f"{flag} needs --serve or --method"
             problems.add("usage", message, f"remove {flag}", flag)
-    try:
-        problems.raise_if_any()
-    except UserError as error:
-        fail(list(error.problems), error.exit_code, ctx.params["as_json"])
+    if problems:
+        fail(list(problems), BAD_INPUT, ctx.params["as_json"])
 
 
 def _compare(model: str | None, options: dict[str, object], methods: str) -> MethodComparison:
