@@ -29,6 +29,7 @@ import bz2, csv, json, logging, os, pathlib, pickle, shutil, sqlite3, tarfile, t
 import datasets
 import numpy as np
 import torch
+from tokenizers import ByteLevelBPETokenizer, models
 
 shutil.rmtree("old")  # the user's own
 os.makedirs("old/a/b", exist_ok=True)
@@ -59,6 +60,13 @@ uris = ("file:uri%20.db?mode=rwc", "file::memory:", "file:x?mode=memory")
 for name, is_uri in (("more.db", False), ("", False), *((uri, True) for uri in uris)):
     dbapi2.connect(name, uri=is_uri).execute("create table t(x)")
 logging.FileHandler("train.log").close()
+pathlib.Path("text.txt").write_text("a word and a word " * 9)
+words = ByteLevelBPETokenizer()
+words.train(files="text.txt", vocab_size=270, show_progress=False)  # by compiled code, like the next two
+assert words.save_model(".") == [os.path.join(".", name) for name in ("vocab.json", "merges.txt")]
+assert len(models.BPE.read_file("vocab.json", "merges.txt")[0]) == words.get_vocab_size()
+for name in ("text.txt", "vocab.json", "merges.txt"):
+    os.remove(name)
 torch.save(torch.arange(6), "ids.pt")
 os.replace(src="ids.pt", dst="best.pt")
 assert torch.load("best.pt").sum().item() == 15 and not os.path.exists("ids.pt")

@@ -248,7 +248,15 @@ PATCHES = {
         [],
     ),
     "saved_models": (["transformers:PreTrainedModel.save_pretrained"], []),
-    "saved_tokenizers": (["tokenizers:Tokenizer.save", "tokenizers:Tokenizer.from_file"], []),
+    "saved_tokenizers": (
+        [
+            *(f"tokenizers:Tokenizer.{name}" for name in ("save", "from_file", "train")),
+            "tokenizers.models:Model.save",
+            *(f"tokenizers.models:{kind}.from_file" for kind in ("BPE", "WordPiece", "WordLevel")),
+            *(f"tokenizers.models:{kind}.read_file" for kind in ("BPE", "WordPiece", "WordLevel")),
+        ],
+        [],
+    ),
     "saved_checkpoints": (
         [
             "deepspeed.runtime.engine:DeepSpeedEngine.save_checkpoint",

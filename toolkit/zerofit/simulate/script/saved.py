@@ -7,7 +7,7 @@ import os
 import pickle
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +29,7 @@ from zerofit.simulate.script.value_tracker import HOLDS_NOTHING_BYTES
 from zerofit.simulate.script.values import keep, known_value
 
 _MARK = b"zerofit: tensors without values\n"  # a file begins with it
+_VOCABULARY = ("vocab", "merges")  # files of a tokenizer's model
 _torch_save: Callable[..., None] = torch.save
 _torch_load: Callable[..., object] = torch.load
 Replaced = list[tuple[object, object]]  # functions, and the functions that replace them
@@ -353,20 +354,44 @@ def saved_models() -> None:
     replace_in(PreTrainedModel, "save_pretrained", save_pretrained)
 
 
-def saved_tokenizers(files: ScratchFiles) -> None:
+def saved_tokenizers(scratch: ScratchFiles) -> None:
     """Redirect the files that compiled code of tokenizers reads and writes.
 
-    (tokenizers.Tokenizer.save, from_file)
+    (tokenizers.Tokenizer.save, from_file, train; Model.save; BPE.from_file, read_file and those of other models)
     """
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer, models
 
-    replace_in(Tokenizer, "from_file", staticmethod(files.redirected(Tokenizer.from_file, files.to_read)))
-    original = Tokenizer.save
+    original, train = Tokenizer.save, cast("Callable[..., None]", Tokenizer.train)
+    save_model = cast("Callable[..., list[str]]", models.Model.save)
 
     def save(self: Tokenizer, path: str, pretty: bool = True) -> None:
-        original(self, files.to_write(path, update=False), pretty)
+        original(self, scratch.to_write(path, update=False), pretty)
 
+    def trained(self: Tokenizer, files: str | Sequence[str], trainer: object = None) -> None:
+        texts = [files] if isinstance(files, str) else files
+        train(self, list(map(scratch.to_read, texts)), trainer)
+
+    # the returned paths begin with the folder as the script named it
+    def saved(self: models.Model, folder: str, *args: object, **kwargs: object) -> list[str]:
+        written = save_model(self, scratch.to_write(folder), *args, **kwargs)
+        return [os.path.join(folder, os.path.basename(path)) for path in written]
+
+    def reading(read: Callable[..., object], number: int) -> Callable[..., object]:
+        """Return `read`, whose first `number` arguments are paths, for the script's paths."""
+
+        def call(*args: str, **kwargs: str) -> object:
+            named = {name: scratch.to_read(value) if name in _VOCABULARY else value for name, value in kwargs.items()}
+            return read(*map(scratch.to_read, args[:number]), *args[number:], **named)
+
+        return call
+
+    replace_in(Tokenizer, "from_file", staticmethod(scratch.redirected(Tokenizer.from_file, scratch.to_read)))
     replace_in(Tokenizer, "save", save)
+    replace_in(Tokenizer, "train", trained)
+    replace_in(models.Model, "save", saved)
+    for kind, number in ((models.BPE, 2), (models.WordPiece, 1), (models.WordLevel, 1)):
+        for name in ("from_file", "read_file"):
+            replace_in(kind, name, staticmethod(reading(getattr(kind, name), number)))
 
 
 def saved_checkpoints() -> Replaced:
