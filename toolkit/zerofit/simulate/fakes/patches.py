@@ -185,6 +185,7 @@ def device_mesh() -> None:
         with _disable_current_modes():
             return original(*args, **kwargs)
 
+    # the package deepspeed.comm has the function by name, too; `deepspeed.comm.comm` is the module
     replace_in(comm, "initialize_mesh_device", initialize_mesh_device)
     replace_in(sys.modules["deepspeed.comm"], "initialize_mesh_device", initialize_mesh_device)
 

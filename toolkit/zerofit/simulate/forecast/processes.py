@@ -287,10 +287,11 @@ def _simulate_side_by_side(waiting: list[tuple[int, Target]], folder: Path) -> N
             n, target = waiting.pop(0)
             pid = os.fork()
             if pid == 0:
-                _write_result(target, folder, n)
+                _write_result(target, folder, n)  # never returns
             running[pid] = n, target
         pid, status, usage = os.wait4(-1, 0)
         n, target = running.pop(pid)
+        # the kernel chose one of several processes: alone, it may have enough memory
         if os.WIFSIGNALED(status) and oom_kills() > kills and most > 1:
             most, kills = 1, oom_kills()
             waiting.append((n, target))

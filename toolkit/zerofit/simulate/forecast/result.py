@@ -172,6 +172,7 @@ def first_that_fits(
     while fewest < most:
         middle = (fewest + most) // 2
         row = simulate([chain[middle]])[0]
+        # a change that could not be simulated (None) counts as one that does not fit
         if row and row.fits:
             best, most = row, middle
         else:

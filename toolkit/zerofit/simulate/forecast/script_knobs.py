@@ -207,6 +207,7 @@ def _of_accelerate(command: ScriptCommand, facts: ScriptFacts, target: ScriptTar
     recomputes = facts.checkpointing_switch and not facts.checkpointing
     found = []
     for name, section in sections.items():
+        # the cluster's number of ranks replaces the file's, and `section` its way to shard; the rest is the user's
         file = folder / name
         content = {
             **_accelerate_file(command),
@@ -269,6 +270,7 @@ def _of_json(command: ScriptCommand, file: Path, stage: int, stages: range, fold
     changes |= {_SHOWN[name]: values for name, values in less_on_device(zero, stage).items()}
     found = []
     for n, (change, values) in enumerate(changes.items()):
+        # a folder for each change, so that the file keeps its name
         target = folder / str(n) / file.name
         target.parent.mkdir()
         target.write_text(json.dumps(edited(written, values)))

@@ -126,6 +126,7 @@ class ColocatedEngine:
 
     def _start(self) -> None:
         memory = self._memory
+        # TRL's users see these two errors, so they get vLLM's own words
         if memory.sequences < 1:
             too_long = _TOO_LONG.format(memory.settings.max_model_len, memory.longest)
             raise ValueError(_NO_ROOM if memory.cache_bytes <= 0 else too_long)
@@ -199,6 +200,7 @@ class ColocatedEngine:
         room = (self._memory.settings.max_model_len or 0) - len(ids)
         if room < 1:
             raise ValueError(f"The prompt's {len(ids)} tokens reach max_model_len {room + len(ids)}")
+        # None: as many as the model's length allows
         tokens = min(getattr(sampling, "max_tokens", None) or room, room)
         wanted = getattr(sampling, "logprobs", None)
         # TRL reads for each token a dict from candidates to log-probs (`extract_logprobs`)

@@ -101,6 +101,7 @@ def _starting_line(words: Sequence[str]) -> str:
     for file in (Path(word) for word in words[:3]):
         if file.suffix in (".sh", ".slurm", ".sbatch") and file.is_file():
             lines = file.read_text(errors="replace").splitlines()
+            # the last one: scripts prepare data, or print versions, before they train
             found = [n for n, line in enumerate(lines, 1) if _LAUNCHES.match(line)]
             return f"{file}:{found[-1]}" if found else ""
     return ""
@@ -151,6 +152,7 @@ def _installed_program(program: str) -> str | None:
 
     Return None if there is no such file, or if it is not a Python program that pip installed.
     """
+    # first: an environment that is not activated is not on the PATH
     beside = str(Path(sys.executable).parent)
     found = shutil.which(program, path=os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]))
     if found is None:

@@ -45,6 +45,7 @@ def evaluate(trainer: Trainer, log: PhaseLog, meter: ScriptTracker) -> None:
     If each batch keeps tensors on the device, a note reports the bytes that all batches would keep.
     """
     args, dataset = trainer.args, trainer.eval_dataset
+    # the Trainer usually evaluates only after more steps than are simulated
     if args.eval_strategy == "no" or not _length(dataset):
         return
     rows = args.per_device_eval_batch_size * args.world_size
@@ -161,6 +162,7 @@ class Repeats:
         if torch.is_grad_enabled() or self._is_running:
             return method(module, *args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
+        # another object may change from call to call, such as a cache that grows
         if not all(isinstance(leaf, (*_PLAIN, Tensor)) for leaf in leaves):
             return method(module, *args, **kwargs)
         if self._phase != len(self._meter.ledger.marks):  # each phase needs its own peak
@@ -222,6 +224,7 @@ def _described(outputs: object, allocated: int) -> bytes:
         writer.dump(outputs)
     except (pickle.PicklingError, TypeError, AttributeError):  # objects that cannot be pickled
         return b""
+    # if a call allocates more than its outputs, it keeps tensors that a call that is left out would not keep
     return file.getvalue() if sum(tensor.nbytes for tensor in writer.tensors.values()) == allocated else b""
 
 

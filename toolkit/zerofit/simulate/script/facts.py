@@ -75,6 +75,7 @@ def script_facts(
     """Return the facts about a script, except its memory. `how`: how the simulation ended."""
     allowed, allowed_by = lengths.limit() if shapes.longest else (0, "")
     engine = next(filter(has_optimizer, phases.engines), None)
+    # a script that trains plain tensors, such as an image, calls no module
     models = [cast("nn.Module", engine.module)] if engine else phases.models or [nn.Module()]
     parameters = {id(p): p for model in models for p in model.parameters() if not is_lazy(p)}.values()
     sizes = [elements_of(p) for p in parameters]
@@ -125,6 +126,7 @@ def elements_of(parameter: Tensor) -> int:
 def _sharding(model: nn.Module) -> str:
     kinds = {FSDPModule: "FSDP2", FullyShardedDataParallel: "FSDP", DistributedDataParallel: "DDP"}
     name = next((kinds[kind] for kind in kinds if any(isinstance(m, kind) for m in model.modules())), "")
+    # the mesh of the model's part that is sharded in most ways, e.g. by FSDP and tensor parallelism
     meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
     mesh = max(meshes, key=lambda mesh: mesh.ndim, default=None)
     if mesh is None or not mesh.mesh_dim_names:

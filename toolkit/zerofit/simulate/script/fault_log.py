@@ -167,6 +167,7 @@ class FaultLog:
         # a mask in floats is added to the scores: there, 0 marks a token
         if isinstance(mask, Tensor) and mask.dim() == 2 and not mask.is_floating_point():
             self.padding.append(1 - float((mask.numpy() != 0).any(0).mean()))  # NumPy, since torch's ops are counted
+        # at the first micro batch of a step, it has no gradients yet: those that live are of the step before
         step = self.meter.ledger.marks[-1].step
         if step > self._step >= 0:
             parameters = {id(p): p for model in self.models for p in model.parameters()}

@@ -270,6 +270,7 @@ def _longest_row(dataset: object) -> int:
     with suppress(Exception), _disable_current_modes(), unset_fake_temporarily():  # a row's code can raise anything
         for n in range(len(rows)):
             row = rows[n]
+            # a row of a TensorDataset is a tuple, and a row of a list of token lists is the list itself
             tokens = row.get("input_ids") if isinstance(row, Mapping) else row[0] if isinstance(row, tuple) else row
             if isinstance(tokens, list) or getattr(tokens, "ndim", 0) == 1:
                 longest = max(longest, len(cast("Sequence[object]", tokens)))

@@ -197,6 +197,7 @@ def quantizer_of(
 
     Raises NotSimulated for other quantizers, and if ZeRO-3 is on.
     """
+    # a model that is stored quantized has its own settings, which the script's do not replace
     chosen: Any = getattr(config, "quantization_config", None) or quantization
     values = chosen if isinstance(chosen, dict) else vars(chosen)
     if not (values.get("load_in_4bit") or values.get("_load_in_4bit")):

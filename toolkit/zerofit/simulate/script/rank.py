@@ -117,7 +117,7 @@ def simulate_script_rank(
     def on_end(engines: list[DeepSpeedEngine]) -> None:
         # first the faults: the detectors must not see the allocations of evaluation and saving
         find_faults(watched, target, phases, lengths_seen)
-        for trainer in list(lengths_seen.trainers.values()):
+        for trainer in list(lengths_seen.trainers.values()):  # a copy: weak references may end meanwhile
             evaluate(trainer, log, meter)
         gather_to_save(engines, log)
 
@@ -138,7 +138,7 @@ def simulate_script_rank(
         how, failed = _run(target, meter, watched)
         heavier = gradients.heavier_rank(phases.engines)
     log.end()
-    _tag(meter, phases)
+    _tag(meter, phases)  # states that the last step allocated; `log.on_begin` has tagged those before it
     if not phases.steps:
         raise no_training(target, how, phases, failed=failed)
     host.missing_triton(meter)

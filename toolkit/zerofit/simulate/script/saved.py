@@ -34,7 +34,8 @@ _torch_save: Callable[..., None] = torch.save
 _torch_load: Callable[..., object] = torch.load
 Replaced = list[tuple[object, object]]  # functions, and the functions that replace them
 StrPath = str | os.PathLike[str]
-# of the files that are being loaded: the tracker, and the device for a saved device
+# Of the files that are being loaded: the tracker, and the device for a saved device. pickle passes no such context to
+# `_restored` and `_real`. It is a stack, since an object may load another file while it is restored.
 _loading: list[tuple[ScriptTracker, Callable[[torch.device], torch.device]]] = []
 
 
@@ -120,6 +121,7 @@ def _write(value: object, file: IO[bytes]) -> bool:
 
     Return whether it was written.
     """
+    # only pickling finds fakes inside of any object, so it is done even if torch.save pickles the object again
     content = io.BytesIO()
     pickler = _Pickler(content)
     pickler.dump(value)
