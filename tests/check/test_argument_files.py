@@ -429,6 +429,17 @@ def test_ranks_that_files_start():
     assert ranks({"num_gpus": 4, "num_nodes": 2}) == 8
     assert ranks({"num_processes": 16}) == 16
     assert ranks({"nproc_per_node": "gpu"}) is None
+    for unknown in ({"nnodes": "1:4"}, {"num_nodes": -1}, {"hostfile": "hosts"}):
+        assert ranks({"nproc_per_node": 8, **unknown}) is None
+    assert ranks({"num_gpus": 8, "hostfile": "hosts", "num_nodes": 2}) == 16
+
+
+def test_a_batch_for_nodes_that_only_the_job_knows(tmp_path):
+    """It was compared with the batch of one node, which gave two false errors."""
+    flags = "--deepspeed ds.json --per_device_train_batch_size 4"
+    (tmp_path / "run.sh").write_text(f"torchrun --nnodes $SLURM_NNODES --nproc_per_node 8 train.py {flags}\n")
+    config = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
+    assert not zf.check(config, training_args=tmp_path / "run.sh").errors
 
 
 @pytest.mark.parametrize(

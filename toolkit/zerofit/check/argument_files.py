@@ -160,7 +160,10 @@ class ArgumentFile:
         # DeepSpeed's launcher, then torchrun; Accelerate counts the ranks of all nodes together
         per_node = self._first_count("num_gpus", "nproc_per_node")
         if per_node:
-            return per_node * (self._first_count("num_nodes", "nnodes") or 1)
+            nodes = self._first_count("num_nodes", "nnodes")
+            # `--nnodes $NODES` and `--nnodes 1:4` are decided when the script runs, as are the hosts of a hostfile
+            is_open = nodes is None and any(name in self.values for name in ("num_nodes", "nnodes", "hostfile"))
+            return None if is_open else per_node * (nodes or 1)
         return self._first_count("num_processes")
 
     def _first_count(self, *names: str) -> int | None:
