@@ -291,13 +291,29 @@ def test_redirections_are_no_arguments(end):
             "a >& log b",
             "a#b #c",
         ),
+        *('"a \\\nb" c', '"a\\$b" c\\ d', '"a\\d" \\"', "a\\d '\\d'"),
     ],
 )
-def test_redirections_without_blanks_are_those_of_bash(tmp_path, arguments):
+def test_words_and_redirections_are_those_of_bash(tmp_path, arguments):
     (tmp_path / "log").touch()
     script = f'exec 3>&1; show() {{ printf "%s\\n" "$@" >&3; }}; show {arguments}\n'
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
     (words,) = commands(f"show {arguments}\n")
+    assert [word.text for word in words[1:]] == done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        *('A="--x 1"\nA+=" --y 2"\nshow $A', "A=1; A+=0; show $A", 'A=(--x 1)\nA+=(--y "2 3")\nshow "${A[@]}" end'),
+        *("declare -x A=4\nshow $A", 'A="\n  --x 1 \\\n  --bf16 \\\n  --y"\nshow $A', "A=(a 'b c')\nshow ${A[@]}"),
+    ],
+)
+def test_variables_are_those_of_bash(script):
+    """A backslash at the end of a line in quotes was the value of the flag before it, and += was a word."""
+    define = 'exec 3>&1; show() { printf "%s\\n" "$@" >&3; }\n'
+    done = subprocess.run(["bash", "-c", define + script], capture_output=True, text=True, check=True)
+    *_, words = commands(f"{script}\n")
     assert [word.text for word in words[1:]] == done.stdout.splitlines()
 
 

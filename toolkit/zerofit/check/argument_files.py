@@ -29,15 +29,16 @@ TOKEN = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 PART = re.compile(
-    rf"""'(?P<raw>[^']*)'|"(?P<quoted>(?:\\.|[^"\\])*)"|(?P<bare>(?:{RUN}|\$\{{[^}}]*\}}|[^'"])+)""", re.DOTALL
+    rf"""'(?P<raw>[^']*)'|"(?P<quoted>(?:\\.|[^"\\])*)"|(?P<bare>(?:{RUN}|\$\{{[^}}]*\}}|\\.|[^'"])+)""", re.DOTALL
 )
 REFERENCE = re.compile(
-    rf"""{RUN}|\$\{{(?P<name>\w+)(?:\[[@*]\])?(?::?-(?P<default>[^}}]*))?\}}
+    rf"""\\(?P<escaped>.)|{RUN}|\$\{{(?P<name>\w+)(?:\[[@*]\])?(?::?-(?P<default>[^}}]*))?\}}
     |\$(?P<short>\w+|[@*\#?$!-])|\$\{{[^}}]*\}}""",
     re.DOTALL | re.VERBOSE,
 )
-ASSIGNED = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
-BEFORE = ("export", "local", "declare", "readonly")  # words before an assignment
+ASSIGNED = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<more>\+?)=(?P<value>.*)", re.DOTALL)
+BEFORE = re.compile("export|local|declare|readonly|-[a-zA-Z]+")  # words before an assignment
+KEPT = '$`"\\\n'  # in double quotes, a backslash before any other character is a character
 THREADS = "OMP_NUM_THREADS"
 FLAGS = {"true": True, "yes": True, "false": False, "no": False}
 AXOLOTL = ("base_model", "micro_batch_size")  # axolotl's files have both keys; the Trainer's arguments have neither
@@ -79,10 +80,14 @@ def commands(text: str) -> Iterator[list[Word]]:
             known[array] = [*known[array], *_expanded(token, line, known)]
         elif kind == "word":
             # NAME=value at the beginning of a command, perhaps after `export`
-            assigned = ASSIGNED.match(token) if all(word.text in BEFORE for word in words) else None
+            assigned = ASSIGNED.match(token) if all(BEFORE.fullmatch(word.text) for word in words) else None
             if assigned:
                 value = " ".join(word.text for word in _expanded(assigned["value"], line, known))
-                known[assigned["name"]] = [Word(text=value, line=line)]
+                before = [*known.get(assigned["name"], [])] if assigned["more"] else []
+                # `ARGS+=" --bf16"` adds words, which have a line of their own; `BATCH+=0` continues a word
+                if before and not value[:1].isspace():
+                    value = before.pop().text + value
+                known[assigned["name"]] = [*before, Word(text=value, line=line)]
             else:
                 words += _expanded(token, line, known)
         elif kind == "end" and words and not array:
@@ -96,19 +101,23 @@ def commands(text: str) -> Iterator[list[Word]]:
 def _expanded(token: str, line: int, known: Mapping[str, list[Word]]) -> list[Word]:
     """Expand the variables of a token."""
     # An array, or a variable without quotes, may become several words.
+    quoted = token.startswith('"')
     reference = REFERENCE.fullmatch(token.strip('"') if "[@]" in token else token)
     name = (reference["name"] or reference["short"] or "") if reference else ""
     if name in known:
-        return [Word(text=part, line=word.line) for word in known[name] for part in word.text.split()]
-
-    def value(found: re.Match[str]) -> str:
-        words = known.get(found["name"] or found["short"] or "")
-        return (found["default"] or UNKNOWN) if words is None else " ".join(word.text for word in words)
+        parts = ((word, [word.text] if quoted else word.text.split()) for word in known[name])
+        return [Word(text=part, line=word.line) for word, texts in parts for part in texts]
 
     # Single quotes keep everything as it is. In double quotes and without quotes, \ escapes and $ expands.
     def unquoted(part: re.Match[str]) -> str:
-        text = part["bare"] if part["quoted"] is None else part["quoted"]
-        return part["raw"] or REFERENCE.sub(value, re.sub(r"\\(.)", r"\1", text or ""))
+        # In one pass: an escaped $ is no reference, and the text of a variable has no escapes.
+        def replaced(found: re.Match[str]) -> str:
+            escaped, words = found["escaped"], known.get(found["name"] or found["short"] or "")
+            if escaped is None:
+                return (found["default"] or UNKNOWN) if words is None else " ".join(word.text for word in words)
+            return "" if escaped == "\n" else found.group() if part["quoted"] and escaped not in KEPT else escaped
+
+        return part["raw"] or REFERENCE.sub(replaced, part["quoted"] or part["bare"] or "")
 
     return [Word(text=PART.sub(unquoted, token), line=line)]
 
