@@ -21,6 +21,7 @@ from zerofit.cli.terminal import style
 from zerofit.spec.errors import UserError
 from zerofit.spec.partial_training import PART_FIELDS
 from zerofit.spec.run import load_run
+from zerofit.spec.units import counted
 
 if TYPE_CHECKING:
     from zerofit.app.checking import CheckResult, ResolvedConfig
@@ -198,8 +199,7 @@ def _show(report: CheckReport | UnreadFile, show_all: bool, several: bool) -> No
     if several and not (result.findings or report.new_text or report.explained):
         return
     # Standard output has only the findings, which editors read. The totals go to standard error.
-    errors, warnings = len(result.errors), len(result.warnings)
-    total = f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
+    total = f"{counted(len(result.errors), 'error')}, {counted(len(result.warnings), 'warning')}"
     total = total if result.findings else "nothing wrong"
     facts = [f"data parallel ranks that train_batch_size allows: {result.allowed_ranks}"] * bool(result.allowed_ranks)
     facts += [*result.reader.sentences(), *([] if several else [f"checked against DeepSpeed {catalog().version}"])]

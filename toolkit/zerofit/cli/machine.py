@@ -84,8 +84,7 @@ def _examine(hostfile: Path | None, ssh_port: int | None, *, build_ops: bool, qu
 def _show_findings(result: dict[str, Any]) -> None:
     console, checks = out(), [Check(**check) for check in result["checks"]]
     count = {status: sum(check.status == status for check in checks) for status in (FAIL, WARN, OK)}
-    warnings = "1 warning" if count[WARN] == 1 else f"{count[WARN]} warnings"
-    total = f"{count[FAIL]} failed, {warnings}, {count[OK]} ok"
+    total = f"{count[FAIL]} failed, {counted(count[WARN], 'warning')}, {count[OK]} ok"
     print_verdict(console, "NOT READY" if count[FAIL] else "READY", total, good=not count[FAIL])
     show_checks(checks, result["hosts"], console)
     print_facts(

@@ -23,7 +23,7 @@ from zerofit.explain.tracebacks import (
     fills_bucket,
     gathers,
 )
-from zerofit.spec.units import shown_bytes
+from zerofit.spec.units import counted, shown_bytes
 
 GIB = 1 << 30
 CONTEXT_BYTES, CONTEXT_SHARE = GIB, 0.04  # usually outside of torch's allocator: context, NCCL, BLAS
@@ -64,7 +64,7 @@ def _other_processes(evidence: LogEvidence) -> Cause | None:
         return None
     if max(figures.other_bytes) < CONTEXT_BYTES:
         return None  # contexts only: `_filled` mentions them
-    shown = f"{_count(len(figures.other_bytes), 'other process', 'other processes')} on the device"
+    shown = f"{counted(len(figures.other_bytes), 'other process')} on the device"
     if len(evidence.sharers) > 1:
         return Cause(
             name="ranks-share-device",
@@ -256,15 +256,10 @@ def _filled(shortage: Shortage) -> tuple[str, ...]:
     elif figures.unallocated_bytes and figures.unallocated_bytes > (figures.asked_bytes or 0):
         shown.append(f"{shown_bytes(figures.unallocated_bytes)} more are unused fragments")
     if figures.other_bytes:
-        contexts = _count(len(figures.other_bytes), "other process has", "other processes have")
-        shown.append(
-            f"{contexts} {shown_bytes(sum(figures.other_bytes))}, perhaps CUDA contexts of ranks that use the wrong GPU"
-        )
+        have, size = "has" if len(figures.other_bytes) == 1 else "have", shown_bytes(sum(figures.other_bytes))
+        others = f"{counted(len(figures.other_bytes), 'other process')} {have} {size}"
+        shown.append(f"{others}, perhaps CUDA contexts of ranks that use the wrong GPU")
     return tuple(shown)
-
-
-def _count(number: int, singular: str, plural: str) -> str:
-    return f"{number} {singular if number == 1 else plural}"
 
 
 # The first rule that finds a cause is the answer. Those whose figures leave no doubt come first.

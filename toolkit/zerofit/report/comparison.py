@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 from zerofit.report.page import Answer, Page, Picture, Section, Table, Tone
 from zerofit.spec.files import write_json
 from zerofit.spec.foreign_yaml import read_yaml
-from zerofit.spec.units import shown_bytes, shown_rate
+from zerofit.spec.units import counted, shown_bytes, shown_rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -115,7 +115,7 @@ def draw(kind: str, about: dict[str, Any], rows: Rows, out: Path) -> None:
     heights = {"strategies": 2.4 + 0.34 * len(good), "batch-size": 10.5, "scaling": 4.2}
     figure = Figure(figsize=(11, heights[kind]), layout="constrained")
     device, ranks = "GPU" if about["accelerator"] == "cuda" else "CPU rank", about.get("ranks", 1)
-    devices = f"{ranks} {device}{'s' if ranks > 1 else ''}"
+    devices = counted(ranks, device)
     if about.get("per_rank"):
         devices = f"one {device} for every {about['per_rank']} samples of a step"
     figure.suptitle(f"{about['model']} on {about['data']}, {devices}", fontsize=11)
@@ -129,17 +129,17 @@ def _strategies(figure: Figure, about: dict[str, object], rows: Rows) -> None:
 
     # Only asynchronous strategies have a staleness. Only strategies whose collectives were counted have bytes.
     stale = [row for row in rows if row.get("staleness")]
-    counted = all(row["comm_bytes_per_step"] is not None for row in rows)
+    has_traffic = all(row["comm_bytes_per_step"] is not None for row in rows)
     # one bar per strategy needs the same height everywhere, so the picture grows with the number of rows
     heights = [max(3.0, 0.34 * len(rows)), 1.6]
-    grid = figure.add_gridspec(1 + bool(stale), 2 + counted, height_ratios=heights[: 1 + bool(stale)])
+    grid = figure.add_gridspec(1 + bool(stale), 2 + has_traffic, height_ratios=heights[: 1 + bool(stale)])
     names = [row["strategy"] for row in rows]
     bar_heights = list(range(len(rows)))[::-1]  # the first row at the top
     columns = [
         ("samples per second", [row["samples_per_s"] for row in rows], BLUE),
         ("peak memory per rank (MiB)", [row["peak_bytes_per_rank"] / MIB for row in rows], GREEN),
     ]
-    if counted:
+    if has_traffic:
         columns.append(("sent per step, all ranks (MiB)", [row["comm_bytes_per_step"] / MIB for row in rows], RED))
     for column, (label, values, color) in enumerate(columns):
         axes = figure.add_subplot(grid[0, column])

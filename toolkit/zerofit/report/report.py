@@ -36,7 +36,7 @@ from zerofit.report.plot import names_of
 from zerofit.report.run_history import RunHistory, read_run, run_answer, run_sections
 from zerofit.spec.errors import Problems
 from zerofit.spec.foreign import refused
-from zerofit.spec.units import shown_bytes
+from zerofit.spec.units import counted, shown_bytes
 
 FIGURES = {  # figures of an error, and their labels
     "asked_bytes": "requested",
@@ -118,7 +118,7 @@ def check_answer(found: CheckAnswer) -> Answer:
     """Return how many errors and warnings a DeepSpeed JSON has."""
     errors = sum(problem.severity == "error" for problem in found.problems)
     warnings = len(found.problems) - errors
-    counts = [f"{n} {word}{'s' if n > 1 else ''}" for n, word in ((errors, "error"), (warnings, "warning")) if n]
+    counts = [counted(number, noun) for number, noun in ((errors, "error"), (warnings, "warning")) if number]
     facts = [("read by", found.reader), ("note", found.note)]
     tone: Tone = "bad" if errors else "warn" if warnings else "good"
     verdict = ", ".join(counts).capitalize() or "No findings"

@@ -19,6 +19,7 @@ from zerofit.spec.events import OnEvent
 from zerofit.spec.files import write_text
 from zerofit.spec.local_machine import versions
 from zerofit.spec.run import Run, RunRequest
+from zerofit.spec.units import counted
 
 COMPARISONS: dict[str, Callable[..., Comparison[Any]]] = {
     "strategies": compare_strategies,
@@ -71,7 +72,7 @@ def experiments(job: CompareJob, samples: int, epochs: int, seeds: int, target: 
     counts = rank_counts(job.ranks)
     steps = {"global_batch": job.global_batch, "steps": job.steps, "lr": job.lr}
     for ranks in counts:
-        question = f"How fast is each strategy on {ranks} rank{'s' if ranks > 1 else ''}, and how much does it send?"
+        question = f"How fast is each strategy on {counted(ranks, 'rank')}, and how much does it send?"
         options = {"ranks": ranks, **steps}
         yield Experiment(name=f"strategies-{ranks}", question=question, kind="strategies", options=options)
     question = "How far does data parallelism scale, with a growing batch and with a fixed one?"

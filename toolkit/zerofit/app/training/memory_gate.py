@@ -31,7 +31,7 @@ from zerofit.spec.overhead import CPU_LIBRARY_BYTES, HOST_PROCESS_BYTES, HOST_RE
 from zerofit.spec.reservations import needed_by, release, reservations_locked, reserve
 from zerofit.spec.run import RunRequest
 from zerofit.spec.run_folder import Job, MemoryForecast
-from zerofit.spec.units import shown_bytes
+from zerofit.spec.units import counted, shown_bytes
 
 ANYWAY = "--anyway starts it anyway"
 OFFLOADS = ("offload_optimizer", "offload_param")
@@ -154,8 +154,8 @@ class MemoryGate:
         if some_unknown or needed <= free:
             return None
         message = (
-            f"{job.run.model} needs at least {shown_bytes(needed)} for the parameters and optimizer state of {ranks} "
-            f"{'rank' if ranks == 1 else 'ranks'}; {shown_bytes(free)} are free "
+            f"{job.run.model} needs at least {shown_bytes(needed)} for the parameters and optimizer state of "
+            f"{counted(ranks, 'rank')}; {shown_bytes(free)} are free "
             f"{hosts[0].place + hosts[0].reserved_note() if len(hosts) == 1 else f'on {len(hosts)} hosts'}."
         )
         return HostVerdict(host=hosts[0], word=NOT, message=message, rank=0)
