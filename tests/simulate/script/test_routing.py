@@ -61,6 +61,44 @@ def test_equal_shares_and_the_worst_routing():
     assert any(note.text.startswith("the router's choice of experts is unknown") for note in seen.facts.notes)
 
 
+MASKS = """\
+import sys, torch
+from torch import nn
+
+EXPERTS, CHOSEN, TOKENS, WIDTH = 128, 8, 16384, 64
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, EXPERTS), nn.Parameter(torch.zeros(EXPERTS, WIDTH, WIDTH))
+
+    def forward(self, x):
+        scores, chosen = self.gate(x).softmax(-1).topk(CHOSEN, -1)
+        if sys.argv[1] == "map":
+            taken = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool, device=x.device).scatter_(-1, chosen, True)
+        else:
+            taken = nn.functional.one_hot(chosen, EXPERTS).amax(1) > 0
+        counts, equal = taken.sum(0), [TOKENS * CHOSEN // EXPERTS] * EXPERTS
+        counts = counts.tolist() if sys.argv[2] == "read" else equal
+        parts = x[chosen.view(-1).argsort() // CHOSEN].split(counts)
+        return torch.cat([part @ weight for part, weight in zip(parts, self.experts)]).sum() + scores.sum()
+
+net = Mixture().cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(2):
+    net(torch.randn(TOKENS, WIDTH, device="cuda")).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("kind", ["map", "one_hot"])
+def test_masks_of_choices_with_millions_of_elements(kind):
+    """A map has 2 million elements and a one-hot mask 17 million."""
+    read, written = (simulated(MASKS, f"python train.py {kind} {how}", gpus=1) for how in ("read", "written"))
+    assert read.peak_bytes == written.peak_bytes and not facts(read).is_upper_bound
+
+
 LEAF = """\
 import deepspeed, torch
 from deepspeed.utils import set_z3_leaf_modules

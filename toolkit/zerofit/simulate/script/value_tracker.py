@@ -208,11 +208,16 @@ class ValueTracker(IssuingTracker):
         if len(outs) == 1 and not drawn and (func in _OVERWRITES or "out" in kwargs):
             self._begin(outs[0], leaves, func)
         known = not drawn and all(known_value(t) is not None for t in leaves)
-        if not outs or not known or not all(_is_small(t) or is_data(func, leaves, t) for t in outs):
+        assumed = known and any(map(is_assumed, leaves))
+        if not outs or not known or not all(_is_small(t, assumed) or is_data(func, leaves, t) for t in outs):
             if func._schema.is_mutable:
                 for t in outs:
                     forget(t)
             return
+        with on_host():
+            for t in leaves_of(_written(func, args)):
+                if isinstance(t, FakeTensor) and 0 in known_value(t).stride():  # one element stands for all
+                    overwrite(t, known_value(t))
         try:
             real = self._computed(func, name, args, kwargs)
         except Exception:  # the host has no kernel for it, so its values are unknown
@@ -221,7 +226,7 @@ class ValueTracker(IssuingTracker):
             return
         for t, value in zip(leaves_of(out), leaves_of(real), strict=True) if real is not None else ():
             if isinstance(t, FakeTensor) and isinstance(value, Tensor) and value.shape == t.shape:
-                keep(t, value, assumed=any(map(is_assumed, leaves)))
+                keep(t, value, assumed=assumed)
 
     def _begin(self, out: FakeTensor, leaves: list[Tensor], func: OpOverload) -> None:
         """Store any value of an unknown tensor that an op overwrites in full with known values."""
@@ -302,5 +307,6 @@ def _written(func: OpOverload, args: OpArguments) -> OpArguments:
     return tuple(arg for arg, info in zip(args, infos, strict=True) if info is not None and info.is_write)
 
 
-def _is_small(tensor: Tensor) -> bool:
-    return tensor.numel() <= (KEPT_FLOATS if tensor.is_floating_point() else KEPT_INTEGERS)
+def _is_small(tensor: Tensor, assumed: bool = False) -> bool:
+    integers = KEPT_DATA if assumed else KEPT_INTEGERS  # which tokens an expert gets decides shapes
+    return tensor.numel() <= (KEPT_FLOATS if tensor.is_floating_point() else integers)

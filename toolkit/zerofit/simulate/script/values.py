@@ -29,11 +29,12 @@ _NOT_FINITE = (_aten.isnan, _aten.isinf)
 # Largest number of elements of a device tensor whose values are kept. Integers are tokens, masks and lengths, which
 # decide shapes. Scripts branch on few floats, such as a loss or a learning rate.
 KEPT_INTEGERS, KEPT_FLOATS = 1 << 20, 64
-KEPT_DATA = 1 << 26  # the same for copies of the script's own data, and for comparisons with them
+KEPT_DATA = 1 << 26  # the same for copies of the script's own data, comparisons with them, and a router's choices
 _COPIES = (_aten._to_copy, _aten.clone, _aten.cat, _aten.stack, _aten.index, _aten.index_select)
 _MOST_EXPERTS = 1024  # a top-k of more choices selects tokens of a vocabulary, or boxes
 _EQUAL = {_aten.eq: True, _aten.ne: False}  # whether the op is True for equal operands
-_FILLED = {_aten.zeros_like: False, _aten.new_zeros: False, _aten.ones_like: True, _aten.new_ones: True}
+_FILLED = {_aten.zeros_like: False, _aten.new_zeros: False, _aten.zeros: False}
+_FILLED |= {_aten.ones_like: True, _aten.new_ones: True, _aten.ones: True}
 RULES = {*_OR, *_AND, *_OF_ALL, *_NOT_FINITE, *_EQUAL, *_FILLED}
 # collectives for which torch has no rule for fakes (torch/distributed/_meta_registrations.py); they return a handle
 COALESCED = ("allreduce_coalesced_", "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
@@ -125,7 +126,7 @@ def choices(several: bool, args: OpArguments, shape: Sequence[int], *, crowded: 
     scores, width = args[0].shape, shape[-1] if several else 1
     dimension = args[2 if several else 1] if len(args) > (2 if several else 1) else -1 if several else None
     of_experts = len(scores) > 1 and 0 < scores[-1] <= _MOST_EXPERTS and dimension in (-1, len(scores) - 1)
-    if not of_experts or math.prod(shape) != math.prod(scores[:-1]) * width or math.prod(shape) > KEPT_INTEGERS:
+    if not of_experts or math.prod(shape) != math.prod(scores[:-1]) * width or math.prod(shape) > KEPT_DATA:
         return None
     # consecutive tokens choose consecutive experts, so the counts of two experts differ by at most one
     if crowded:
