@@ -19,7 +19,11 @@ def test_a_look_at_conversations(tmp_path):
     (tmp_path / "chats.jsonl").write_text(LINE * 4)
     shown = CliRunner().invoke(main, ["data", f"{tmp_path}/chats.jsonl", "--seq-len", "100", "--show", "1"])
     assert shown.exit_code == 0, shown.output
-    assert shown.stdout.count("⟦4<|end|>") == 2 and "OpenAI" in shown.stdout and "padding" in shown.stdout
+    assert (
+        shown.stdout.count("⟦4<|end|>") == 2
+        and "OpenAI" in shown.stdout
+        and "padding" in shown.stdout.partition("⟧\n(")[2]
+    )
     assert (
         shown.stdout.count(
             "the loss counts the text that is between ⟦ and ⟧; the model also reads the rest, but does not learn it"

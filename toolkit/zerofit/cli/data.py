@@ -49,8 +49,9 @@ def _show(view: DataView) -> None:
         for place, document in enumerate(sample.documents):
             if place:
                 click.echo(style("\n── the next conversation cannot attend to this one ──", fg="cyan"))
-            # A document that ends with a line break needs no second one.
-            click.echo("".join(map(_paint, document)), nl=not document[-1].text.endswith("\n"))
+            # A document that ends with a line break needs no second one, unless its last mark follows the break.
+            painted = "".join(map(_paint, document))
+            click.echo(painted, nl=not painted.endswith("\n"))
         if sample.padding:
             click.echo(style(f"({sample.padding:,} tokens of padding)", fg="cyan"))
 
