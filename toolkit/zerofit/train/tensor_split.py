@@ -90,7 +90,7 @@ def _split(model: nn.Module, degree: int, group: dist.ProcessGroup) -> AutoTP:
     set_autotp_mode(training=True)  # otherwise the layers' weights are frozen (module_inject/layers.py:495)
     plan: Any = _get_hf_tp_plan(model)  # every type in TENSOR_PLAN_TYPES has a plan
     specs: Any = TPPlanConverter.convert(plan)
-    auto = AutoTP(
+    auto = cast(Any, AutoTP)(  # pyright would follow its methods into all models of transformers
         module=model,
         all_reduce_linears=(),
         prefix="",
