@@ -160,6 +160,5 @@ def check_weighted(run: Run, facts: ModelFacts, problems: Problems) -> None:
     if run.micro_batch_by_rank and (run.loss == "mse" or facts.task == "gan" or own):
         what = "its routers' loss" if facts.experts is not None else "its loss"
         message = f"--micro-batch-by-rank with {run.model}: {what} is averaged over ranks, not over samples"
-        problems.add(
-            "loss", message, "leave it out: with equal micro batches the result is exact", "--micro-batch-by-rank"
-        )
+        hint = "leave it out: with equal micro batches the result is exact"
+        problems.add("loss", message, hint, "--micro-batch-by-rank")

@@ -71,7 +71,7 @@ BATCH, PARAMETERS = 16, 1.2e6  # the rates are for this number of samples per st
 SIZE_EXPONENT = -0.22  # between 6e-4 at 125 million parameters (Brown et al., 2020) and 1.5e-4 at 70 billion (Llama 3)
 LARGEST_SMALL = 3.0  # limit for smaller models, relative to the rate for 1.2 million parameters
 SGD_LINEAR_FROM, SGD_LINEAR_TO = 256, 8192  # samples
-WEIGHT_DECAY = ADAMW.weight_decay
+
 # Loshchilov & Hutter, 2019, appendix B.1: the best decay falls with the square root of the steps. This gives the usual
 # 5e-4 and 2e-4 of CIFAR-10 and ImageNet (78,000 and 450,000 steps), and was best for LeNet on digits (1,800 steps).
 CNN_DECAY = 0.16
@@ -128,11 +128,10 @@ def decide(
         for field in {"schedule", "warmup_steps", "min_lr"} & set(request.places):
             if getattr(request.run, field) == type(request.run).model_fields[field].default:
                 continue  # run.json contains all fields
-            message = (
-                f"{request.place(field)} and the scheduler block of {ds_place} both set the learning rate schedule"
-            )
-            hint = f"remove the scheduler block, or {request.place(field)}"
-            problems.add("conflict", message, hint, f"{request.place(field)} and {ds_place}: scheduler")
+            place = request.place(field)
+            message = f"{place} and the scheduler block of {ds_place} both set the learning rate schedule"
+            hint = f"remove the scheduler block, or {place}"
+            problems.add("conflict", message, hint, f"{place} and {ds_place}: scheduler")
     # The recipe needs the number of steps and the model's size. Both are known only after the data has been read.
     unnamed = {field for field in ("lr", "weight_decay") if field not in merged}
     if run.weight_decay is None:  # a user's own optimizer block without weight decay keeps none
@@ -227,16 +226,11 @@ def _layout(
     # by default all devices that the other degrees can use
     ranks = run.ranks or max(machine.devices // inner * inner, inner)
     if ranks % inner:
-        problems.add(
-            "ranks",
-            f"{ranks} ranks are not a multiple of tensor x pipeline x sequence degree {tp} x {pp} x {sp} = {inner}",
-            f"use --ranks {max(inner, ranks // inner * inner)}",
-            request.place("ranks"),
-        )
-    stage, ep = (
-        int(get(config, "zero_optimization.stage", 0)),
-        merged.get("expert_parallel", request.run.expert_parallel),
-    )
+        degrees = f"tensor x pipeline x sequence degree {tp} x {pp} x {sp} = {inner}"
+        hint = f"use --ranks {max(inner, ranks // inner * inner)}"
+        problems.add("ranks", f"{ranks} ranks are not a multiple of {degrees}", hint, request.place("ranks"))
+    stage = int(get(config, "zero_optimization.stage", 0))
+    ep = merged.get("expert_parallel", run.expert_parallel)
     return Layout(dp=max(1, ranks // inner), tp=tp, pp=pp, sp=sp, ep=ep, zero_stage=stage)
 
 
@@ -248,12 +242,8 @@ def _filled(
     offload = get(config, "zero_optimization.offload_optimizer.device", "none")
     optimizer = merged.get("optimizer", usual_optimizer(kind in CNNS, offload))
     offloaded = run.activation_offload or get(config, "activation_checkpointing.cpu_checkpointing") is True
-    entry = OPTIMIZERS.get(optimizer)
-    clipping = entry.clipping if entry else 1.0
-    defaults = {
-        "weight_decay": entry.weight_decay if entry else WEIGHT_DECAY,
-        "momentum": entry.momentum if entry else None,
-    }
+    usual = OPTIMIZERS.get(optimizer, ADAMW)  # for another optimizer of the JSON: AdamW's values
+    defaults = {"weight_decay": usual.weight_decay, "momentum": usual.momentum}
     if get(config, "optimizer.type", "auto") != "auto":  # the user's own optimizer block: no defaults for missing keys
         defaults = {k: v for k, v in defaults.items() if get(config, f"optimizer.params.{k}") == "auto"}
     return run.model_copy(
@@ -269,11 +259,11 @@ def _filled(
             "activation_checkpointing": run.activation_checkpointing or offloaded,
             "activation_offload": offloaded,
             "compile": run.compile or get(config, "compile.deepcompile") is True,
-            "optimizer": optimizer if entry else None,
+            "optimizer": optimizer if optimizer in OPTIMIZERS else None,
             "lr": merged.get("lr"),
             "momentum": merged.get("momentum", defaults.get("momentum")),
             "weight_decay": merged.get("weight_decay", defaults.get("weight_decay")),
-            "gradient_clipping": merged.get("gradient_clipping", clipping),
+            "gradient_clipping": merged.get("gradient_clipping", usual.clipping),
         }
     )
 
@@ -300,12 +290,8 @@ def peak_lr(kind: Kind, optimizer: str, batch: int, parameters: int) -> float:
         if kind not in ("pretrained", "pretrained-cnn", "adapters") and rates.by_size:
             scale *= min((parameters / PARAMETERS) ** SIZE_EXPONENT, LARGEST_SMALL)
     # the rate for a batch of BATCH samples and a model of PARAMETERS parameters; fine-tuning uses smaller steps
-    base = {
-        "pretrained": rates.pretrained,
-        "pretrained-cnn": rates.scratch / 10,
-        "adapters": rates.adapters,
-        "gan": rates.gan,
-    }.get(kind)
+    own = {"pretrained": rates.pretrained, "adapters": rates.adapters, "gan": rates.gan}
+    base = rates.scratch / 10 if kind == "pretrained-cnn" else own.get(kind)
     return float(f"{(base or rates.scratch) * scale:.2g}")
 
 

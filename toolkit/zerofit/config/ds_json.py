@@ -52,14 +52,9 @@ def find_config(name: str, where: str = "--ds-config") -> Path:
     known = bundled()
     if path.name == name and path.stem in known:
         return known[path.stem]
-    raise UserError(
-        Problem(
-            kind="unknown-ds-config",
-            message=f"no DeepSpeed JSON {name!r}: neither a file nor one of the bundled names",
-            hint=nearest(name, known) or "known: " + ", ".join(sorted(known)),
-            where=where,
-        )
-    )
+    message = f"no DeepSpeed JSON {name!r}: neither a file nor one of the bundled names"
+    hint = nearest(name, known) or "known: " + ", ".join(sorted(known))
+    raise UserError(Problem(kind="unknown-ds-config", message=message, hint=hint, where=where))
 
 
 def is_bundled(path: Path) -> bool:
@@ -106,8 +101,7 @@ def read_document(path: Path, where: str = "--ds-config") -> Document:
         hint = YAML_HINT if fault.message.endswith(YAML) else ""
         raise UserError(Problem(kind="json-syntax", message=message, hint=hint, where=place)) from None
     except OSError as error:
-        problem = Problem(kind="unreadable", message=f"cannot read {path}: {error}", where=where)
-        raise UserError(problem) from None
+        raise UserError(Problem(kind="unreadable", message=f"cannot read {path}: {error}", where=where)) from None
     if not isinstance(document.config, dict):
         got = {list: "a list", type(None): "empty"}.get(type(document.config), "a single value")
         message, hint = f"{path} is {got}, not a JSON object", 'a DeepSpeed JSON is an object: {"key": value, ...}'

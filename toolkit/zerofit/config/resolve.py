@@ -76,11 +76,10 @@ REASONS = {
     "scheduler.params.total_num_steps": "the optimizer steps of the run",
     "tensor_parallel.autotp_size": "--tensor-parallel",
     "sequence_parallel_size": "--sequence-parallel",
-    **{
-        f"pipeline.{key}": "every tensor parallel rank needs the full activation, so splitting it would only add a "
-        "gather"
-        for key in PIPE_PARTITIONED
-    },
+    **dict.fromkeys(
+        (f"pipeline.{key}" for key in PIPE_PARTITIONED),
+        "every tensor parallel rank needs the full activation, so splitting it would only add a gather",
+    ),
     **{f"{ZERO}.{key}": why for key, (_, why) in SIZES.items()},
 }
 

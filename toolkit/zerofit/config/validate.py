@@ -32,6 +32,7 @@ from zerofit.spec.run_folder import Layout
 IMAGE_FIELDS = ("mixup", "cutmix", "random_erasing", "image_sizes", "sync_batch_norm")  # only for images
 LORA_FIELDS = ("lora_alpha", "lora_dropout", "lora_targets", "lora_init")
 PIPE_PARTITIONED = ("pipe_partitioned", "grad_partitioned")  # keys of "pipeline" that split activations
+UNVERIFIED = "is not supported: it was not verified against training on one device"
 
 
 def check_combination(layout: Layout, config: Mapping[str, object], problems: Problems) -> None:
@@ -45,7 +46,7 @@ def check_combination(layout: Layout, config: Mapping[str, object], problems: Pr
     used, instead = " and ".join(dimensions), "keep one of " if len(dimensions) > 1 else "leave out "
     for feature in features_on(config):
         if not feature.combined:
-            message = f"{feature.path} with {used} is not supported: it was not verified against training on one device"
+            message = f"{feature.path} with {used} {UNVERIFIED}"
             problems.add("layout", message, f"remove the key, or {instead}{used}", feature.path)
     for block, degree in (("tensor_parallel", "autotp_size"), ("expert_parallel", "autoep_size")):
         for key in set(get(config, block) or {}) - {"enabled", degree}:
@@ -58,13 +59,10 @@ def check_combination(layout: Layout, config: Mapping[str, object], problems: Pr
 def _check_experts(layout: Layout, problems: Problems) -> None:
     name, others = f"--expert-parallel {layout.ep}", layout.dp * layout.sp
     if layout.tp > 1:
-        problems.add(
-            "layout",
-            f"{name} with --tensor-parallel {layout.tp}: DeepSpeed only counts the experts of the first tensor rank in "
-            "the gradient norm, and at stage 2 accumulates gradients wrongly",
-            "leave --tensor-parallel at 1; --sequence-parallel also reduces attention's memory",
-            "--expert-parallel",
-        )
+        message = f"{name} with --tensor-parallel {layout.tp}: DeepSpeed only counts the experts of the first tensor "
+        message += "rank in the gradient norm, and at stage 2 accumulates gradients wrongly"
+        hint = "leave --tensor-parallel at 1; --sequence-parallel also reduces attention's memory"
+        problems.add("layout", message, hint, "--expert-parallel")
     if layout.zero_stage == 0:
         message = f"{name} at ZeRO stage 0: DeepSpeed averages the gradient norm over ranks with different experts, so "
         message += "the norm is too small and clipping starts too late"
@@ -97,13 +95,8 @@ def check_optimizer(run: Run, layout: Layout, config: Mapping[str, object], prob
         message = f"ZenFlow with {accumulation} accumulation steps: DeepSpeed uses update_interval instead"
         problems.add("layout", message, "use --gradient-accumulation-steps 1", "--gradient-accumulation-steps")
     if run.compile and layout.combined:
-        problems.add(
-            "layout",
-            "--compile with --expert-parallel or more than one kind of parallelism is not supported: it was not "
-            "verified against training on one device",
-            "leave it out",
-            "--compile",
-        )
+        message = f"--compile with --expert-parallel or more than one kind of parallelism {UNVERIFIED}"
+        problems.add("layout", message, "leave it out", "--compile")
 
 
 def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems) -> None:
@@ -166,12 +159,8 @@ def _check_pairs(run: Run, layout: Layout, facts: ModelFacts, problems: Problems
     degrees["--expert-parallel"] = layout.ep
     for name, degree in degrees.items():
         if degree > 1 and has_head(facts.task):
-            problems.add(
-                "layout",
-                f"{name} {degree} is not supported for {what}: it was not verified with a head and padded samples",
-                f"leave {name} at 1; use ZeRO stages 1 to 3 and offload instead",
-                name,
-            )
+            message = f"{name} {degree} is not supported for {what}: it was not verified with a head and padded samples"
+            problems.add("layout", message, f"leave {name} at 1; use ZeRO stages 1 to 3 and offload instead", name)
     if run.loss_chunk and has_head(facts.task):
         message = f"--loss-chunk {run.loss_chunk}: {what} has too few logits to save memory"
         problems.add("loss", message, "leave it out", "--loss-chunk")
@@ -196,12 +185,9 @@ def _check_tensor_parallel(layout: Layout, run: Run, facts: ModelFacts, problems
     fitting = TENSOR_PLAN_TYPES if layout.combined else TENSOR_PARALLEL_TYPES
     if facts.attention_heads is not None and (facts.own or facts.model_type not in fitting):
         others = " with another kind of parallelism" if layout.combined else ""
-        problems.add(
-            "layout",
-            f"{name} {degree}{others}: zerofit does not support DeepSpeed's AutoTP for {facts.model_type or run.model}",
-            f"supported model types: {', '.join(fitting)}",
-            name,
-        )
+        what = f"zerofit does not support DeepSpeed's AutoTP for {facts.model_type or run.model}"
+        hint = f"supported model types: {', '.join(fitting)}"
+        problems.add("layout", f"{name} {degree}{others}: {what}", hint, name)
         return
     _check_heads(name, layout, facts, problems)
 
@@ -347,16 +333,14 @@ def check_part(run: Run, layout: Layout, config: Mapping[str, object], problems:
         hint = "leave --tensor-parallel at 1; ZeRO-3 partitions frozen weights over all ranks"
         problems.add("layout", f"{asked} with --tensor-parallel {layout.tp}: {why} (auto_tp.py:1079)", hint, asked)
     if layout.ep > 1:
-        message = f"{asked} with --expert-parallel {layout.ep} is not supported: it was not verified against training "
-        message += "on one device"
+        message = f"{asked} with --expert-parallel {layout.ep} {UNVERIFIED}"
         problems.add("layout", message, "leave --expert-parallel at 1", asked)
     if run.mlp_chunk and run.lora_dropout:
         message = f"--lora-dropout {run.lora_dropout} with --mlp-chunk: recomputation would use another dropout mask"
         problems.add("conflict", message, "leave one of them out", "--lora-dropout")
     apart = [feature.path for feature in features_on(config) if not feature.partial]
     for path in apart + ["expert_parallel.enabled"] * bool(get(config, "expert_parallel.enabled")):
-        message = f"{asked} with {path} is not supported: it was not verified against training on one device"
-        problems.add("layout", message, "remove the key", path)
+        problems.add("layout", f"{asked} with {path} {UNVERIFIED}", "remove the key", path)
 
 
 def _check_quantized(run: Run, layout: Layout, config: Mapping[str, object], problems: Problems) -> None:
@@ -385,8 +369,7 @@ def _check_quantized(run: Run, layout: Layout, config: Mapping[str, object], pro
         message = f"{asked} with --dora at ZeRO stage 3: peft needs the norm of full weights, but these are partitioned"
         problems.add("layout", message, "use --ds-config zero2, or leave --dora out", "--dora")
     if run.compile:
-        message = f"{asked} with --compile is not supported: it was not verified against training on one device"
-        problems.add("layout", message, "leave --compile out", "--compile")
+        problems.add("layout", f"{asked} with --compile {UNVERIFIED}", "leave --compile out", "--compile")
 
 
 def most_stages(run: Run, ranks: int, layers: int | None) -> int:
@@ -420,20 +403,16 @@ def check_schedule(run: Run, layout: Layout, config: Mapping[str, object], probl
         problems.add("layout", message, "use --ds-config pipeline (stage 1)", "zero_optimization.stage")
     least, steps = pipeline_parts(layout.pp, run.pipeline_schedule), run.gradient_accumulation_steps or 1
     if steps < least:
-        problems.add(
-            "layout",
-            f"{asked} with {steps} gradient accumulation steps: {layout.pp} stages have {least} parts and need at "
-            f"least {least} micro batches",
-            f"use --gradient-accumulation-steps {least} or more (and a smaller --micro-batch)",
-            "--gradient-accumulation-steps",
-        )
+        name = "--gradient-accumulation-steps"
+        message = f"{asked} with {steps} gradient accumulation steps: {layout.pp} stages have {least} parts and need "
+        message += f"at least {least} micro batches"
+        problems.add("layout", message, f"use {name} {least} or more (and a smaller --micro-batch)", name)
     for key in PIPE_PARTITIONED:
         if layout.tp > 1 and get(config, f"pipeline.{key}") is True:
             message = f"pipeline.{key} with {asked}: stages send full activations in this schedule"
             problems.add("layout", message, "remove the key", f"pipeline.{key}")
     if run.compile:
-        message = f"--compile with {asked} is not supported: it was not verified against training on one device"
-        problems.add("layout", message, "leave one of them out", "--compile")
+        problems.add("layout", f"--compile with {asked} {UNVERIFIED}", "leave one of them out", "--compile")
 
 
 def check_layers(run: Run, layout: Layout, facts: ModelFacts, problems: Problems) -> None:
