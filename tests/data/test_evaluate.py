@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from zerofit.data import eval_batch_count, eval_batches, eval_indices, eval_targets
+from zerofit.data import eval_batch_count, eval_batches, eval_indices
 
 
 def test_images_each_once_and_a_limit_is_spread(opened):
@@ -15,7 +15,7 @@ def test_images_each_once_and_a_limit_is_spread(opened):
         assert sorted(seen) == eval_indices(len(valid), limit).tolist()
         for batch in batches:
             assert ((batch["labels"] != -100).numpy() == batch["real"]).all()
-        assert eval_targets(valid, limit) == len(seen) == min(limit or 359, 359)
+        assert valid.targets(eval_indices(len(valid), limit)) == len(seen) == min(limit or 359, 359)
     assert eval_indices(1000, 4).tolist() == [0, 250, 500, 750]
 
 

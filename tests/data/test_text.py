@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from zerofit.data import eval_batches, eval_targets
+from zerofit.data import eval_batches, eval_indices
 from zerofit.data.text import CausalText, MaskedText
 from zerofit.data.token_cache import TokenFile
 
@@ -97,4 +97,4 @@ def test_evaluation_sees_every_target_once_on_any_number_of_ranks(row):
         labels = torch.cat([b["labels"][b["labels"] != -100] for share in shares for b in share])
         assert sorted(labels.tolist()) == list(range(1, 1003))
         assert all(b["inputs"].shape == (micro, 50) for share in shares for b in share)
-    assert eval_targets(data, None) == 1002
+    assert data.targets(eval_indices(len(data), None)) == 1002

@@ -7,7 +7,6 @@ from zerofit.data.loader import (
     eval_batch_count,
     eval_batches,
     eval_indices,
-    eval_targets,
     micro_batches,
 )
 from zerofit.data.mixing import StepImages, mixes
@@ -25,7 +24,6 @@ __all__ = [
     "eval_batch_count",
     "eval_batches",
     "eval_indices",
-    "eval_targets",
     "micro_batches",
     "mixes",
     "open_data",

@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
 from zerofit.models.inputs import Inputs
+from zerofit.spec.errors import Problem, UserError
 
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
 Integers = Sequence[int] | np.ndarray  # one-dimensional
+NAMED = 20  # limit of problems in an error
+
+
+def data_error(kind: str, message: str, hint: str = "") -> UserError:
+    """Return the error for data that cannot be used."""
+    return UserError(Problem(kind=kind, message=message, hint=hint, where="--data"))
+
+
+# An error with all bad places costs one more pass at most. With one place per error, each would cost an attempt.
+def without_problems(items: Iterable[T | Problem]) -> Iterator[T]:
+    """Yield all items but problems. Raise them at the end, or at the 20th, as one UserError."""
+    problems: list[Problem] = []
+    for item in items:
+        if not isinstance(item, Problem):
+            yield item
+            continue
+        problems.append(item)
+        if len(problems) == NAMED:
+            break
+    if problems:
+        raise UserError(*problems)
 
 
 class Dataset(ABC):

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from zerofit.data.base import Data, Dataset, Integers
+from zerofit.data.base import Data, Dataset, Integers, data_error, without_problems
 from zerofit.data.cache import Preparation
 from zerofit.data.chat_template import COPY_IT, ChatTemplate, EncodedChat, open_chat_template
-from zerofit.data.text_sources import NAMED, ChatPiece, ChatSource
+from zerofit.data.text_sources import ChatPiece, ChatSource
 from zerofit.data.token_cache import SPLITS, SplitWriter, TokenFile, read_meta, write_meta
 from zerofit.data.tokenizer import Tokenizer
 from zerofit.models.inputs import TextInputs
-from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.errors import Problem
 from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run import Run
@@ -209,7 +209,7 @@ def open_chats(source: ChatSource, tokenizer: Tokenizer, run: Run, seq_len: int,
         elif not any(tokens.targets.array().any() for tokens in splits.values()):
             message = f"{source.name} has no assistant's message to learn"
             hint = "each conversation needs a message of the role assistant that is not empty and has not the weight 0"
-        raise UserError(Problem(kind="data-too-short", message=message, hint=hint, where="--data"))
+        raise data_error("data-too-short", message, hint)
     return Data(
         name=source.name,
         train=train,
@@ -234,7 +234,7 @@ def open_chat_tokens(source: ChatSource, template: ChatTemplate, progress: Repor
         writers = {split: SplitWriter(staging, split, dtypes, ("starts",)) for split in SPLITS}
         unused: dict[str, Counter[str]] = {split: Counter() for split in SPLITS}
         with progress.task(f"{source.name}: tokenizing", documents, "conversations") as task:
-            for piece, chat in _encoded(source, template, documents):
+            for piece, chat in without_problems(_encoded(source, template, documents)):
                 split = "valid" if piece.held_out else "train"
                 writers[split].put("ids", chat.ids)
                 writers[split].put("targets", chat.targets)
@@ -250,22 +250,20 @@ def open_chat_tokens(source: ChatSource, template: ChatTemplate, progress: Repor
     return Preparation(source=source, identity=identity, write=write, read=_read).open(progress)
 
 
-def _encoded(source: ChatSource, template: ChatTemplate, documents: int) -> Iterator[tuple[ChatPiece, EncodedChat]]:
-    """Yield all conversations with their tokens. Raises UserError with up to 20 problems."""
-    problems: list[Problem] = []
+def _encoded(
+    source: ChatSource, template: ChatTemplate, documents: int
+) -> Iterator[tuple[ChatPiece, EncodedChat] | Problem]:
+    """Yield all conversations with their tokens, and a problem for each bad record."""
     remaining = source.pieces(documents)
-    # Bad records are collected and raised at the end, so that one attempt names up to 20 of them.
-    while len(problems) < NAMED and (block := list(islice(remaining, AT_ONCE))):
-        problems += [item for item in block if isinstance(item, Problem)]
+    while block := list(islice(remaining, AT_ONCE)):
+        yield from (item for item in block if isinstance(item, Problem))
         pieces = [item for item in block if isinstance(item, ChatPiece)]
         for piece, chat in zip(pieces, template.encode_all([item.conversation for item in pieces]), strict=True):
             if isinstance(chat, EncodedChat):
                 yield piece, chat
-                continue
-            message = f"{piece.where}: {chat}"
-            problems.append(Problem(kind="chat-template", message=message, hint=COPY_IT, where=piece.where))
-    if problems:
-        raise UserError(*problems[:NAMED])
+            else:
+                message = f"{piece.where}: {chat}"
+                yield Problem(kind="chat-template", message=message, hint=COPY_IT, where=piece.where)
 
 
 def _read(folder: Path) -> dict[str, ChatTokens] | None:

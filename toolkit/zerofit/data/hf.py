@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 from urllib.parse import urlsplit
 
+from zerofit.data.base import data_error
 from zerofit.data.chat_records import ChatForm, ChatMessages, conversation_of, field_hint, form_of, refused_record
 from zerofit.data.hashing import name_hash, text_digest
 from zerofit.data.plain_files import COMPRESSED, delimiter_of
 from zerofit.data.text_sources import (
-    NAMED,
     ChatPiece,
     ChatSource,
     Source,
@@ -95,8 +95,7 @@ def train_and_valid(argument: str) -> tuple[Dataset, Dataset | None]:
     splits = cast("dict[str, Dataset]", load_splits(argument))
     if "train" not in splits:
         message = f"--data hf:{argument} has no split 'train'; it has {', '.join(splits)}"
-        hint = "add a split 'train', or use --data jsonl:GLOB"
-        raise UserError(Problem(kind="hf", message=message, hint=hint, where="--data"))
+        raise data_error("hf", message, "add a split 'train', or use --data jsonl:GLOB")
     return splits["train"], next((splits[word] for word in VALID_SPLITS if word in splits), None)
 
 
@@ -128,7 +127,7 @@ def load_splits(argument: str, streaming: bool = False) -> DatasetDict | Iterabl
     except Exception as error:  # the hub client, pyarrow and fsspec raise many unrelated types
         message = f"cannot open --data hf:{name}: {reason_of(error)}"
         hint = "use a public data set on the hub (needs a network), or a local folder with parquet, jsonl or txt files"
-        raise UserError(Problem(kind="hf", message=message, hint=hint, where="--data")) from error
+        raise data_error("hf", message, hint) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,39 +163,25 @@ class HfSet(Source):
 class HfSource(HfSet, TextSource):
     """Rows with a text in one column."""
 
-    def pieces(self, documents: int) -> Iterator[TextPiece]:
+    def pieces(self, documents: int) -> Iterator[TextPiece | Problem]:
         """See TextSource.pieces; reports rows whose field is not a string."""
-        problems: list[Problem] = []
-        if self.valid is None:
-            limit = held_out_hash(map(str, range(documents)), documents)
-            for row, text in self._texts(self.train, "train", problems):
-                yield from split_text(str(row), text, limit)
-        else:
-            for split, label in ((self.train, "train"), (self.valid, "validation")):
-                for _, text in self._texts(split, label, problems):
+        limit = held_out_hash(map(str, range(documents)), documents) if self.valid is None else 0
+        for label, split in (("train", self.train), ("validation", self.valid)):
+            for row, text in enumerate(self._texts(split)):
+                if not isinstance(text, str):
+                    where = f"{self.name}: {label}[{row}]"
+                    message = f"{where}: {self.what!r} is {type(text).__name__}, not a string"
+                    hint = "set --text-field to another column"
+                    yield Problem(kind="text-field", message=message, hint=hint, where=where)
+                elif self.valid is None:
+                    yield from split_text(str(row), text, limit)
+                else:
                     yield TextPiece(text, split is self.valid, True)
-        if problems:
-            raise UserError(*problems)
 
-    def _texts(self, split: Dataset, label: str, problems: list[Problem]) -> Iterator[tuple[int, str]]:
-        """Yield the number and the text of each row, and add rows without a text to `problems`.
-
-        Raises UserError with the first 20 problems.
-        """
-        row = -1
-        batches: Any = split.select_columns([self.what]).iter(batch_size=ROWS)
-        for batch in batches:
-            for text in batch[self.what]:
-                row += 1
-                if isinstance(text, str):
-                    yield row, text
-                    continue
-                where = f"{self.name}: {label}[{row}]"
-                message = f"{where}: {self.what!r} is {type(text).__name__}, not a string"
-                hint = "set --text-field to another column"
-                problems.append(Problem(kind="text-field", message=message, hint=hint, where=where))
-                if len(problems) >= NAMED:
-                    raise UserError(*problems)
+    def _texts(self, split: Dataset | None) -> Iterator[object]:
+        """Yield the value of each row, without decoding other columns."""
+        batches: Any = split.select_columns([self.what]).iter(batch_size=ROWS) if split is not None else ()
+        return (text for batch in batches for text in batch[self.what])
 
 
 @dataclass(frozen=True, kw_only=True)

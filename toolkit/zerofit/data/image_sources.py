@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zerofit.data.base import Data, Integers, LabelledDataset
+from zerofit.data.base import Data, Integers, LabelledDataset, data_error
 from zerofit.data.hashing import sample_hashes, stratified_fifth
 from zerofit.models.inputs import ImageInputs
 from zerofit.spec.errors import Problem, UserError, reason_of
@@ -37,9 +37,7 @@ class Scaling:
     def of_units(cls, mean: Sequence[float], std: Sequence[float], largest: float) -> Scaling:
         """Return the scaling of values up to `largest`; `mean` and `std` are of values from 0 to 1."""
         return cls(
-            mean=tuple(largest * value for value in mean),
-            std=tuple(largest * value for value in std),
-            largest=largest,
+            mean=tuple(largest * value for value in mean), std=tuple(largest * value for value in std), largest=largest
         )
 
     def units(self) -> dict[str, tuple[float, ...]]:
@@ -138,8 +136,7 @@ def open_packaged_set(name: str, run: Run, task: Task, progress: Reporter) -> Da
     file = next((path for path in (Path(folder, facts.file) for folder in folders) if path.is_file()), None)
     if file is None:
         message = f"--data {name} needs the package {facts.package}, which is not installed"
-        hint = f"pip install '{facts.install}'"
-        raise UserError(Problem(kind="data-missing", message=message, hint=hint, where="--data"))
+        raise data_error("data-missing", message, f"pip install '{facts.install}'")
     table = np.loadtxt(file, np.uint8, delimiter=",")
     pixels, labels = table[:, :-1].reshape(-1, 1, facts.size, facts.size), table[:, -1].astype(np.int64)
     held_out = stratified_fifth(labels)
@@ -179,12 +176,7 @@ VISION_SETS: dict[str, VisionSet] = {
     "mnist": VisionSet(class_name="MNIST", mean=(0.1307,), std=(0.3081,), mib=12),
     "fashion-mnist": VisionSet(class_name="FashionMNIST", mean=(0.2860,), std=(0.3530,), mib=31),
     "cifar10": VisionSet(
-        class_name="CIFAR10",
-        mean=(0.4914, 0.4822, 0.4465),
-        std=(0.2470, 0.2435, 0.2616),
-        shift=4,
-        mirror=True,
-        mib=170,
+        class_name="CIFAR10", mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616), shift=4, mirror=True, mib=170
     ),
 }
 

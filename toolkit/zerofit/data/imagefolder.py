@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from zerofit.data.base import Data, Integers, LabelledDataset
+from zerofit.data.base import NAMED, Data, Integers, LabelledDataset, data_error
 from zerofit.data.cache import cache_errors, waiting_lock
 from zerofit.data.hashing import held_out_limit, name_hash, text_digest
 from zerofit.data.image_sources import Scaling
@@ -41,7 +41,6 @@ TRAIN_NAMES = ("train", "training")  # in any case, as are the others
 VALID_NAMES = ("val", "valid", "validation", "dev", "test", "testing")
 VALID_SHARE = 0.10
 FORMAT = "images-2"  # increase it if the set of readable files changes
-NAMED = 20  # maximum number of files named in an error
 SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp", ".gif", ".avif"}
 )
@@ -76,7 +75,7 @@ def open_imagefolder(name: str, run: Run, task: Task, progress: Reporter) -> Dat
         what = "is not a folder" if root.exists() else "does not exist"
         message = f"--data imagefolder: {root} {what}"
         hint = "use imagefolder:PATH with PATH/CLASS/*.jpg or PATH/train/CLASS/*.jpg"
-        raise UserError(Problem(kind="data-missing", message=message, hint=hint, where="--data"))
+        raise data_error("data-missing", message, hint)
     # Files are decoded once before training. A broken image is then an error at the start, not in the middle of an
     # epoch.
     folders = split_folders(root)
@@ -93,8 +92,7 @@ def open_imagefolder(name: str, run: Run, task: Task, progress: Reporter) -> Dat
     for part, images_of_part in (("training", train), ("validation", valid)):
         if not images_of_part:
             message = f"{root} has no readable {part} images ({', '.join(sorted(SUFFIXES))})"
-            hint = "use imagefolder:PATH with at least two images under PATH/CLASS/"
-            raise UserError(Problem(kind="empty-data", message=message, hint=hint, where="--data"))
+            raise data_error("empty-data", message, "use imagefolder:PATH with at least two images under PATH/CLASS/")
     size = run.image_size or 224
     images = FolderImages(root=root, files=(), labels=np.empty(0, np.int64), size=size, style="valid")
     if task == "gan":
@@ -166,7 +164,7 @@ def _class_names(folder: Path) -> list[str]:
     if not names:
         message = f"{folder} has no folders; each class needs a folder of image files"
         hint = f"move the images into {folder}/CLASS/, one folder per class (a GAN needs only one)"
-        raise UserError(Problem(kind="no-classes", message=message, hint=hint, where="--data"))
+        raise data_error("no-classes", message, hint)
     return names
 
 
@@ -185,8 +183,7 @@ def _image_files(root: Path, folder: Path, classes: list[str], others: Counter[s
     unknown = sorted(set(_class_names(folder)) - set(classes))
     if unknown:
         message = f"{folder} has classes that the training images lack: {', '.join(unknown[:20])}"
-        hint = "remove these folders, or add training images for them"
-        raise UserError(Problem(kind="unknown-class", message=message, hint=hint, where="--data"))
+        raise data_error("unknown-class", message, "remove these folders, or add training images for them")
     files = [
         ImageFile(name=str(Path(path).relative_to(root)), label=label, stamp=(stat.st_size, stat.st_mtime_ns))
         for label, name in enumerate(classes)
@@ -201,7 +198,7 @@ def _image_files(root: Path, folder: Path, classes: list[str], others: Counter[s
     if wrong:
         message = f"{folder} has folders without images: {', '.join(wrong[:NAMED])}; each would become a class"
         hint = "use one folder per class, PATH/CLASS/*.jpg; move all other files out of PATH"
-        raise UserError(Problem(kind="no-classes", message=message, hint=hint, where="--data"))
+        raise data_error("no-classes", message, hint)
     return sorted(files, key=lambda file: (file.label, file.name))
 
 

@@ -14,7 +14,6 @@ from zerofit.data.chat_records import ChatForm, ChatMessages, conversation_of, f
 from zerofit.data.hashing import name_hash
 from zerofit.data.plain_files import MARK, open_plain
 from zerofit.data.text_sources import (
-    NAMED,
     ChatPiece,
     ChatSource,
     FileSet,
@@ -126,20 +125,15 @@ class JsonlSet(FileSet):
 class JsonlSource(JsonlSet, TextSource):
     """Files with one document per line, in a field of a JSON object."""
 
-    def pieces(self, documents: int) -> Iterator[TextPiece]:
-        """See TextSource.pieces; reports up to 20 bad lines as file:line:column."""
+    def pieces(self, documents: int) -> Iterator[TextPiece | Problem]:
+        """See TextSource.pieces; reports bad lines as file:line:column."""
         limit = held_out_hash((line.key for line in self.lines()), documents)
-        problems: list[Problem] = []
         for line in self.lines():
             text = _text_of(line, self.what)
             if isinstance(text, str):
                 yield from split_text(line.key, text, limit)
-                continue
-            problems.append(text)
-            if len(problems) >= NAMED:
-                break
-        if problems:
-            raise UserError(*problems)
+            else:
+                yield text
 
 
 def _bounded_lines(file: IO[bytes]) -> Iterator[bytes]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypedDict, cast
 
 import numpy as np
 
-from zerofit.data.base import Data, Dataset, Integers
+from zerofit.data.base import Data, Dataset, Integers, data_error, without_problems
 from zerofit.data.cache import Preparation
 from zerofit.data.labelled_rows import (
     ClassNames,
@@ -24,7 +24,6 @@ from zerofit.data.labelled_rows import (
     read_row,
 )
 from zerofit.data.table import MOST_CLASSES, is_fraction
-from zerofit.data.text_sources import NAMED
 from zerofit.data.token_cache import SPLITS, SplitWriter, TokenFile, read_meta, write_meta
 from zerofit.data.tokenizer import Tokenizer, open_tokenizer
 from zerofit.models.inputs import Inputs, LabelledTextInputs, NamedInput, NamedInputs
@@ -141,7 +140,7 @@ def open_labelled(name: str, run: Run, task: Task, seq_len: int, known: Sequence
     meta, files = _open_files(source, fields, encoder, progress)
     if not meta["rows"]["train"] or not meta["rows"]["valid"]:
         message = f"{name} has {meta['rows']['train']} training rows and {meta['rows']['valid']} validation rows"
-        raise UserError(Problem(kind="data-too-short", message=message, hint="both need rows", where="--data"))
+        raise data_error("data-too-short", message, "both need rows")
     order, classes = None, ()
     if task != "seq2seq-lm":
         classes = _class_order(name, meta["classes"], known)
@@ -180,12 +179,7 @@ def _inputs(task: Task, encoder: LabelledEncoder, classes: Sequence[str], pairs:
         )
         return NamedInputs(tensors=tensors, vocab_size=size, seq_len=length, padded=True)
     return LabelledTextInputs(
-        vocab_size=size,
-        seq_len=length,
-        classes=tuple(classes),
-        pad_id=encoder.pad_id,
-        tags=task == "tag",
-        pairs=pairs,
+        vocab_size=size, seq_len=length, classes=tuple(classes), pad_id=encoder.pad_id, tags=task == "tag", pairs=pairs
     )
 
 
@@ -222,8 +216,7 @@ def refuse_unknown_classes(name: str, inputs: Inputs, known: Sequence[str]) -> N
         return
     foreign = [class_name for class_name in inputs.classes if class_name not in known]
     message = f"--data {name} has classes that the model lacks: {', '.join(foreign[:SHOWN])}"
-    hint = f"the model has {', '.join(known[:SHOWN])} ({nearest(foreign[0], known)})"
-    raise UserError(Problem(kind="classes", message=message, hint=hint, where="--data"))
+    raise data_error("classes", message, f"the model has {', '.join(known[:SHOWN])} ({nearest(foreign[0], known)})")
 
 
 def _notes(name: str, meta: _Meta, classes: Sequence[str]) -> Iterator[str]:
@@ -245,7 +238,7 @@ def _open_files(
         meta: _Meta = {"rows": dict.fromkeys(SPLITS, 0), "classes": [], "cut": 0, "types": False}
         classes = ClassNames()
         with progress.task(f"{source.name}: tokenizing", documents, "rows") as task:
-            for row, sample in _encoded(source, fields, encoder, classes, documents):
+            for row, sample in without_problems(_encoded(source, fields, encoder, classes, documents)):
                 split = "valid" if row.held_out else "train"
                 for part, values in (("ids", sample.ids), ("types", sample.types), ("labels", sample.labels)):
                     writers[split].put(part, values)
@@ -267,26 +260,23 @@ def _open_files(
 
 def _encoded(
     source: RowSource, fields: LabelledFields, encoder: LabelledEncoder, classes: ClassNames, documents: int
-) -> Iterator[tuple[LabelledRow, EncodedLabelled]]:
-    """Yield all rows with their samples. Raises UserError with up to 20 problems at the end."""
-    problems: list[Problem] = []
+) -> Iterator[tuple[LabelledRow, EncodedLabelled] | Problem]:
+    """Yield all rows with their samples, and a problem for each bad row."""
     names, remaining = source.class_names(fields.label), source.rows(documents)
-    while len(problems) < NAMED and (block := list(islice(remaining, AT_ONCE))):
+    while block := list(islice(remaining, AT_ONCE)):
         rows, read = [], []
         for row in block:
             if isinstance(row, Problem):
-                problems.append(row)
+                yield row
                 continue
             labelled = read_row(row.values, fields, encoder.task, names)
             if isinstance(labelled, str):
                 message, hint = f"{row.where}: {labelled}", "set --text-field and --label-field to other fields"
-                problems.append(Problem(kind="bad-rows", message=message, hint=hint, where=row.where))
+                yield Problem(kind="bad-rows", message=message, hint=hint, where=row.where)
             else:
                 rows.append(row)
                 read.append(labelled)
         yield from zip(rows, encoder.encode_all(read, classes), strict=True)
-    if problems:
-        raise UserError(*problems[:NAMED])
 
 
 def _read(folder: Path) -> tuple[_Meta, dict[str, dict[str, TokenFile]]] | None:

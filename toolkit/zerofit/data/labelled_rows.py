@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from zerofit.data.base import data_error
 from zerofit.data.chat_records import Record
 from zerofit.data.hashing import name_hash
 from zerofit.data.hf import HfSet, train_and_valid
@@ -100,7 +101,7 @@ class CsvRows(FileSet, RowSource):
             except (ValueError, csv.Error) as error:
                 message = f"cannot read {path} as CSV: {error}"
                 hint = not_utf8_hint(path) if isinstance(error, UnicodeDecodeError) else "fix the file"
-                raise UserError(Problem(kind="bad-rows", message=message, hint=hint, where="--data")) from None
+                raise data_error("bad-rows", message, hint) from None
 
 
 @dataclass(frozen=True, kw_only=True)

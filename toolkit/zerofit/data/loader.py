@@ -191,11 +191,6 @@ def eval_indices(n: int, limit: int | None) -> np.ndarray:
     return np.arange(count, dtype=np.int64) * n // max(count, 1)
 
 
-def eval_targets(dataset: Dataset, limit: int | None) -> int:
-    """Count the labels of an evaluation over all ranks, by which the summed loss is divided."""
-    return dataset.targets(eval_indices(len(dataset), limit))
-
-
 def eval_batch_count(n: int, dp: int, micro: int, limit: int | None) -> int:
     """Return the number of batches that `eval_batches` yields on every rank."""
     return -(-len(eval_indices(n, limit)) // (dp * micro))

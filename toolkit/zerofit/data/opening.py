@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from zerofit.data.base import Data, Dataset
+from zerofit.data.base import Data, Dataset, data_error
 from zerofit.data.chat_records import CHAT_FIELDS
 from zerofit.data.chats import open_chats
 from zerofit.data.hf import open_hf
@@ -126,14 +126,13 @@ def split_name(data: str) -> tuple[str, str]:
             hint = f"did you mean {kind_of_file(path)}:{data}?"
         elif path.suffix or len(path.parts) > 1:
             message, hint = f"--data {data}: no such file or folder", "check the path"
-        raise UserError(Problem(kind="unknown-data", message=message, hint=hint, where="--data"))
+        raise data_error("unknown-data", message, hint)
     shown = f"{word}:{kind.argument}" if kind.argument else word
     if kind.required and not argument:
-        message = f"--data {data} needs {kind.argument}: {shown}"
-        raise UserError(Problem(kind="data-argument", message=message, hint=f"use --data {shown}", where="--data"))
+        raise data_error("data-argument", f"--data {data} needs {kind.argument}: {shown}", f"use --data {shown}")
     if colon and not kind.argument:
         message = f"--data {data}: {word} does not accept the argument {argument!r}"
-        raise UserError(Problem(kind="data-argument", message=message, hint=f"use --data {word}", where="--data"))
+        raise data_error("data-argument", message, f"use --data {word}")
     return word, argument
 
 
@@ -165,17 +164,16 @@ def check_data(data: str, task: Task | None) -> None:
         if word in (*LABELLED_KINDS, "synthetic"):
             return
         message = f"--data {data} has no labeled text, which the task {task} needs"
-        hint = "use --data jsonl:GLOB, csv:GLOB, hf:NAME or synthetic"
-        raise UserError(Problem(kind="data-task", message=message, hint=hint, where="--data"))
+        raise data_error("data-task", message, "use --data jsonl:GLOB, csv:GLOB, hf:NAME or synthetic")
     if gives_loss(task) and word != "synthetic":
         message = f"--data {data}: zerofit trains {task} models on synthetic tensors only, to measure memory and speed"
         hint = "use --data synthetic; to train on your data, use transformers' Trainer (docs/scripts.md)"
-        raise UserError(Problem(kind="data-task", message=message, hint=hint, where="--data"))
+        raise data_error("data-task", message, hint)
     if media not in KINDS[word].media:
         fitting = ", ".join(name for name, kind in KINDS.items() if media in kind.media)
         what = {"image": "images", "masks": "images with masks", "table": "table of numbers", "text": "text"}[media]
         message = f"--data {data} has no {what}, which the task {task} needs"
-        raise UserError(Problem(kind="data-task", message=message, hint=f"use --data with {fitting}", where="--data"))
+        raise data_error("data-task", message, f"use --data with {fitting}")
 
 
 # The branches by task: tables, labeled text, models with their own loss, images, then text. Text needs a tokenizer;
@@ -220,7 +218,7 @@ def open_data(
         if task != "causal-lm":
             message = f"--data {name} has conversations, but the task is {task}"
             hint = "use a causal language model, or --text-field with a field of plain text"
-            raise UserError(Problem(kind="data-task", message=message, hint=hint, where="--data"))
+            raise data_error("data-task", message, hint)
         return open_chats(source, tokenizer, run, length, progress)
     if run.chat_template is not None:
         message = f"--chat-template: --data {name} has plain text, not conversations"
@@ -268,7 +266,7 @@ def _tokenized(name: str, tokens: Tokens, tokenizer: Tokenizer, task: Task, seq_
         message = f"--data {name} has {train:,} training tokens and {valid:,} validation tokens"
         message += f"; a sample needs {seq_len + 1:,} tokens, and validation needs at least 2"
         hint = f"add text, or use --seq-len {train // 20} or less" if train >= 20 else "add text"
-        raise UserError(Problem(kind="data-too-short", message=message, hint=hint, where="--data"))
+        raise data_error("data-too-short", message, hint)
     # The first token of causal text is not a label.
     labels = {"training": train - (task == "causal-lm"), "validation": valid - (task == "causal-lm")}
     notes = (

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Protocol
 
+from zerofit.data.base import NAMED
 from zerofit.spec.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -141,8 +142,8 @@ def skip(file: IO[bytes], count: int) -> None:
         count -= len(read)
 
 
-def refuse_others(files: Iterable[Path], most: int) -> None:
-    """Raise UserError if files are not text, with up to `most` files and how to read them."""
+def refuse_others(files: Iterable[Path]) -> None:
+    """Raise UserError if files are not text, with up to 20 files and how to read them."""
     problems: list[Problem] = []
     for path in files:
         with open_plain(path) as file:
@@ -153,7 +154,7 @@ def refuse_others(files: Iterable[Path], most: int) -> None:
         if title:
             message = f"{path} is {title}, not text in UTF-8"
             problems.append(Problem(kind="not-text", message=message, hint=hint.format(path=path), where=str(path)))
-        if len(problems) == most:
+        if len(problems) == NAMED:
             break
     if problems:
         raise UserError(*problems)

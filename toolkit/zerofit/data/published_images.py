@@ -38,9 +38,8 @@ def published_images(run: Run) -> PublishedImages:
 
     Raises UserError for a file that does not parse.
     """
-    paths = [Path(path).expanduser() for path in (run.pretrained, run.model) if path and Path(path).is_dir()]
-    folder = next(iter(paths), None)
-    if folder is None:
+    folders = (Path(path).expanduser() for path in (run.pretrained, run.model) if path and Path(path).is_dir())
+    if (folder := next(folders, None)) is None:
         return PublishedImages()
     folder = folder if (folder / CARD).is_file() or not (folder / "model" / CARD).is_file() else folder / "model"
     published = PublishedImages()

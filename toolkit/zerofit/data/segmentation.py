@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zerofit.data.base import Data, Integers, LabelledDataset
+from zerofit.data.base import NAMED, Data, Integers, LabelledDataset, data_error
 from zerofit.data.cache import cache_errors, waiting_lock
 from zerofit.data.hashing import text_digest
 from zerofit.data.image_sources import Scaling
 from zerofit.data.imagefolder import (
     FORMAT,
     IMAGENET,
-    NAMED,
     SUFFIXES,
     as_rgb,
     bad_images,
@@ -116,8 +115,7 @@ def open_segmentation(name: str, run: Run, task: Task, progress: Reporter) -> Da
             raise UserError(Problem(kind="empty-data", message=message, hint=HINT, where="--data"))
     if classes < 2:
         message = f"the masks in {root} have only one class, so there is nothing to learn"
-        hint = "mask values are classes from 0; 255 means no class"
-        raise UserError(Problem(kind="data-classes", message=message, hint=hint, where="--data"))
+        raise data_error("data-classes", message, "mask values are classes from 0; 255 means no class")
     size = run.image_size or USUAL_SIZE
     images = SegmentedImages(root=root, pairs=tuple(train), size=size, train=True)
     return Data(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypedDict, cast
 
 import numpy as np
 
-from zerofit.data.base import Data, Dataset, Integers
+from zerofit.data.base import Data, Dataset, Integers, data_error
 from zerofit.data.cache import cache_errors, waiting_lock
 from zerofit.data.hashing import text_digest
 from zerofit.data.hf import VALID_SPLITS, load_splits
@@ -109,8 +109,7 @@ class _Reader:
                     raise UserError(Problem(kind="text-field", message=message, hint=hint, where="--text-field"))
                 yield row[column]
             if empty and (passes or not self._endless):
-                message = f"--data hf:{name} has no rows in {self._split}"
-                raise UserError(Problem(kind="empty-data", message=message, where="--data"))
+                raise data_error("empty-data", f"--data hf:{name} has no rows in {self._split}")
             if not self._endless:
                 return
             self._set = self._opened()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zerofit.data.base import Data, Dataset, Integers, LabelledDataset
+from zerofit.data.base import Data, Dataset, Integers, LabelledDataset, data_error
 from zerofit.data.hashing import cell_hashes, sample_hashes
 from zerofit.data.table import TableRows
 from zerofit.data.text import mask_tokens, masked_count
@@ -27,7 +27,6 @@ from zerofit.models.inputs import (
     TextInputs,
 )
 from zerofit.models.named_inputs import named_inputs
-from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import Task
 from zerofit.spec.run import Run
@@ -84,7 +83,7 @@ def open_synthetic_named(name: str, run: Run, task: Task, seq_len: int) -> Data:
     """Open noise in the shapes of the model's inputs, which shows memory and speed only."""
     if ":" in name:
         message, hint = f"--data {name}: the model has its own vocabulary", "use --data synthetic"
-        raise UserError(Problem(kind="data-argument", message=message, hint=hint, where="--data"))
+        raise data_error("data-argument", message, hint)
     fed = Fed(image=(3, run.image_size)) if run.image_size else Fed()
     inputs = named_inputs(find(run.model), dict(run.model_args), seq_len, fed)
     make = partial(SyntheticNamed, inputs=inputs, seed=run.seed)
@@ -112,7 +111,7 @@ def _size(name: str, default: int, what: str) -> int:
         return default
     if not argument.isdecimal() or not 2 <= int(argument) <= 1_000_000:
         message = f"--data {name}: the number of {what} must be 2 to 1,000,000"
-        raise UserError(Problem(kind="data-argument", message=message, hint="use --data synthetic", where="--data"))
+        raise data_error("data-argument", message, "use --data synthetic")
     return int(argument)
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from zerofit.data.base import Data, Integers, LabelledDataset
+from zerofit.data.base import Data, Integers, LabelledDataset, data_error
 from zerofit.data.hashing import stratified_fifth
 from zerofit.data.plain_files import open_cells
 from zerofit.models.inputs import TableInputs
-from zerofit.spec.errors import Problem, UserError, nearest
+from zerofit.spec.errors import nearest
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 from zerofit.spec.units import counted
@@ -63,15 +63,15 @@ def open_table(name: str, run: Run, progress: Reporter) -> Data:
     try:
         table = _read_csv(path, column) if kind == "csv" else _read_npy(path, column)
     except (OSError, EOFError, ValueError, csv.Error) as error:
-        raise _unusable("data-missing", f"cannot read {path} as {kind}: {error}", f"use --data {kind}:FILE") from None
+        raise data_error("data-missing", f"cannot read {path} as {kind}: {error}", f"use --data {kind}:FILE") from None
     if table.broken and not run.skip_bad:
         shown = "; ".join(table.broken[:SHOWN]) + ("; ..." if len(table.broken) > SHOWN else "")
         message = f"{len(table.broken)} of {len(table.broken) + len(table.lines)} rows of {path} are broken: {shown}"
-        raise _unusable("bad-rows", message, "fix these rows, or skip them with --skip-bad")
+        raise data_error("bad-rows", message, "fix these rows, or skip them with --skip-bad")
     labels, classes = _as_classes(path, table)
     held_out = stratified_fifth(labels)
     if held_out.all() or not held_out.any():
-        raise _unusable("data-too-short", f"{path} has {len(labels)} rows, too few to hold out a fifth", "add rows")
+        raise data_error("data-too-short", f"{path} has {len(labels)} rows, too few to hold out a fifth", "add rows")
     # Mean and deviation are from training rows only, so that validation rows do not influence the model's inputs.
     known = table.features[~held_out]
     mean, std = known.mean(axis=0), known.std(axis=0)
@@ -93,7 +93,7 @@ def _file_and_column(name: str, argument: str) -> tuple[Path, str]:
     if not path.is_file():
         what = "is not a file" if path.exists() else "does not exist"
         kind = name.partition(":")[0]
-        raise _unusable("data-missing", f"--data {name}: {path} {what}", f"use {kind}:FILE or {kind}:FILE:COLUMN")
+        raise data_error("data-missing", f"--data {name}: {path} {what}", f"use {kind}:FILE or {kind}:FILE:COLUMN")
     return path, column
 
 
@@ -157,7 +157,7 @@ def _label_column(path: Path, names: Sequence[str], column: str) -> int:
     if column and column not in names:
         message = f"{path} has no column {column!r} ({', '.join(names[:20])}{', ...' if len(names) > 20 else ''})"
         hint = nearest(column, names) or "name one of these columns; without a name, zerofit uses the last"
-        raise _unusable("data-argument", message, hint)
+        raise data_error("data-argument", message, hint)
     return names.index(column) if column else len(names) - 1
 
 
@@ -168,7 +168,7 @@ def _refuse_words(path: Path, names: Sequence[str], label: int, rows: Sequence[S
         shown = ", ".join(f"{names[n]!r} ({rows[0][n][:20]!r}, ...)" for n in words[:SHOWN])
         message = f"{path}: {len(words)} of {len(names)} columns have no numbers: {shown}"
         hint = "replace words with numbers or remove the columns; FILE:COLUMN sets the column of the classes"
-        raise _unusable("data-columns", message, hint)
+        raise data_error("data-columns", message, hint)
 
 
 def _fault(row: Sequence[str], names: Sequence[str], label: int) -> str:
@@ -204,22 +204,18 @@ def _as_classes(path: Path, table: _Table) -> tuple[np.ndarray, list[str]]:
     for word, line in zip(table.classes, table.lines, strict=True):
         if is_fraction(word):
             message = f"{path}, line {line}: the label {word} is a fraction, not a class"
-            raise _unusable("data-classes", message, "set the column of the classes: FILE:COLUMN")
+            raise data_error("data-classes", message, "set the column of the classes: FILE:COLUMN")
     values = {word: _number(word) for word in set(table.classes)}
     # A line of column names with a number in it was read as a row, whose label is then the only word.
     first, others = table.classes[:1], set(table.classes[1:])
     if others and [values[word] for word in first] == [None] and all(values[word] is not None for word in others):
         message = f"{path}, line {table.lines[0]}: the label {first[0]!r} is a word, but all others are numbers"
-        raise _unusable("data-classes", message, f"if it is the column's name, use FILE:{first[0]}")
+        raise data_error("data-classes", message, f"if it is the column's name, use FILE:{first[0]}")
     numeric = all(value is not None for value in values.values())
     keys = {word: f"{int(value or 0)}" if numeric else word for word, value in values.items()}  # "1" is "1.0"
     classes = sorted(set(keys.values()), key=lambda word: (int(word) if numeric else 0, word))
     if not 2 <= len(classes) <= MOST_CLASSES:
         message = f"{path}: {table.label!r} has {counted(len(classes), 'class')}; 2 to {MOST_CLASSES:,} are supported"
-        raise _unusable("data-classes", message, "set the column of the classes: FILE:COLUMN")
+        raise data_error("data-classes", message, "set the column of the classes: FILE:COLUMN")
     numbers = {word: n for n, word in enumerate(classes)}
     return np.array([numbers[keys[word]] for word in table.classes], dtype=np.int64), classes
-
-
-def _unusable(kind: str, message: str, hint: str) -> UserError:
-    return UserError(Problem(kind=kind, message=message, hint=hint, where="--data"))

@@ -22,17 +22,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from zerofit.data.base import data_error
 from zerofit.data.chat_records import ChatForm, ChatMessages
 from zerofit.data.hashing import held_out_limit, name_hash, text_digest
 from zerofit.data.plain_files import is_compressed, open_plain, plain_size, refuse_others, skip
-from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.errors import Problem
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 
 HELD_OUT = 0.05  # share of the text held out for validation if a source has no split
 WHOLE_DOCUMENTS_FROM = 20  # from this many documents on, full documents are held out
 MANY = 200_000  # above this number, names are not sorted: their hashes are uniform enough
-NAMED = 20  # limit of problems in an error
+
 CHUNK_BYTES = 1 << 22
 _NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "__pycache__"}
@@ -76,11 +77,8 @@ class TextSource(Source):
     """Documents of plain text."""
 
     @abstractmethod
-    def pieces(self, documents: int) -> Iterator[TextPiece]:
-        """Yield all text, at most a few MB (or one jsonl line) at a time.
-
-        Raises UserError with up to 20 bad places.
-        """
+    def pieces(self, documents: int) -> Iterator[TextPiece | Problem]:
+        """Yield all text, at most a few MB (or one jsonl line) at a time, and all bad places."""
 
 
 class ChatPiece(NamedTuple):
@@ -165,19 +163,14 @@ class FileSource(FileSet, TextSource):
 
     errors: str = "strict"  # handling of bytes that are not UTF-8
 
-    def pieces(self, documents: int) -> Iterator[TextPiece]:
+    def pieces(self, documents: int) -> Iterator[TextPiece | Problem]:
         """See TextSource.pieces; reports files that are not UTF-8 with line and column."""
         limit = held_out_hash((name for name, _ in self.files), documents)
-        problems: list[Problem] = []
         for name, path in self.files:
             try:
                 yield from self._file_pieces(name, path, limit)
             except UnicodeDecodeError:
-                problems.append(_not_utf8(path))
-            if len(problems) >= NAMED:
-                break
-        if problems:
-            raise UserError(*problems)
+                yield _not_utf8(path)
 
     def _file_pieces(self, name: str, path: Path, limit: int) -> Iterator[TextPiece]:
         """Do what `split_text` does, without reading the file into memory."""
@@ -247,7 +240,7 @@ def open_pysource(run: Run, argument: str) -> Source:
     files = tuple((name, root / name) for name in sorted(names))
     if not files:
         message = f"--data pysource: no Python source in {root} (a stripped interpreter?)"
-        raise UserError(Problem(kind="empty-data", message=message, hint="use --data text:GLOB", where="--data"))
+        raise data_error("empty-data", message, "use --data text:GLOB")
     return FileSource(name="pysource", files=files, errors="replace")
 
 
@@ -273,8 +266,8 @@ def matching_files(kind: str, pattern: str) -> tuple[tuple[str, Path], ...]:
         message = f"--data {kind}:{pattern} matches no file"
         folder = Path(full).is_dir()
         hint = f"use a pattern: {kind}:{pattern.rstrip('/')}/*" if folder else "check the path; quote the *"
-        raise UserError(Problem(kind="empty-data", message=message, hint=hint, where="--data"))
-    refuse_others(paths, NAMED)
+        raise data_error("empty-data", message, hint)
+    refuse_others(paths)
     # Split and cache depend on the relative path, so they survive if the folder is moved.
     root = Path(full).absolute()
     while glob.has_magic(str(root)) or root.is_file():

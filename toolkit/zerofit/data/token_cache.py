@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from zerofit.data.base import without_problems
 from zerofit.data.cache import Preparation
 from zerofit.data.text_sources import TextPiece, TextSource
 from zerofit.data.tokenizer import Tokenizer
@@ -108,7 +109,7 @@ def open_tokens(source: TextSource, tokenizer: Tokenizer, progress: Reporter) ->
         writers = [SplitWriter(staging, split, {"ids": dtype}) for split in SPLITS]
         unigrams = np.zeros((len(SPLITS), tokenizer.vocab_size), dtype=np.int64)
         with progress.task(f"{source.name}: tokenizing", source.size_bytes(), "bytes") as task:
-            for batch in _batches(source.pieces(documents)):
+            for batch in _batches(without_problems(source.pieces(documents))):
                 encoded = tokenizer.encode_all([piece.text for piece in batch])
                 for piece, ids in zip(batch, encoded, strict=True):
                     tokens = np.append(ids.astype(dtype), np.array([tokenizer.eod_id] * piece.ends, dtype=dtype))
