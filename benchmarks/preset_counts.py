@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import sys
 
-from zerofit.models.build import count_parameters
+import torch
+
+from zerofit.models.build import build, parameter_count
 from zerofit.models.catalog import find
 from zerofit.models.names import model_table
 
@@ -17,7 +19,8 @@ from zerofit.models.names import model_table
 def main() -> None:
     wrong = 0
     for row in model_table(tuple(sys.argv[1:])):
-        counted = count_parameters(find(str(row["name"])))
+        with torch.device("meta"):
+            counted = parameter_count(build(find(str(row["name"])), None, {}))
         if counted != row["parameters"]:
             wrong += 1
             print(f"{row['name']}: counted {counted}, stored {row['parameters']}")

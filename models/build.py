@@ -184,16 +184,11 @@ class LossOutput(Protocol):
     logits: Tensor  # a denoiser has none
 
 
-def forward_loss(model: nn.Module, inputs: NamedInputs, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the loss of a transformers model or a denoiser for a batch of named inputs.
-
-    The model may be in a wrapper, as in `forward_logits`.
-    """
-    return forward_named(model, inputs, batch).loss
-
-
 def forward_named(model: nn.Module, inputs: NamedInputs, batch: Mapping[str, Tensor]) -> LossOutput:
-    """Return an object with `loss` and `logits` for a batch of named inputs."""
+    """Return an object with `loss` and `logits` for a batch of named inputs.
+
+    The model is transformers' or a denoiser, and may be in a wrapper, as in `forward_logits`.
+    """
     inner = _unwrapped(model)
     named = {tensor.name: batch[key] for key, tensor in zip(batch_keys(inputs), inputs.tensors, strict=True)}
     if is_denoiser(inner):
@@ -273,7 +268,7 @@ def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int 
         with fakes, counter, torch.no_grad():
             if isinstance(inputs, NamedInputs):
                 logits = None
-                forward_loss(trial, inputs, batch)
+                forward_named(trial, inputs, batch)
             else:
                 separated = refuse_unseparated(trial, source.name) if are_packed(inputs) else nullcontext()
                 with separated:
@@ -399,12 +394,6 @@ def parameter_groups(parameters: Iterable[nn.Parameter], decay: bool = True) -> 
 def expert_places(model: nn.Module) -> list[int]:
     """Return the indices in model.parameters() of the weights that DeepSpeed marks as experts."""
     return [index for index, p in enumerate(model.parameters()) if getattr(p, "allreduce", True) is False]
-
-
-def count_parameters(source: ModelSource) -> int:
-    """Count the parameters of a named model in its published shape, on the meta device."""
-    with torch.device("meta"):
-        return parameter_count(build(source, None, {}))
 
 
 def source_max_positions(source: ModelSource, args: ModelArgs) -> int | None:

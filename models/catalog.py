@@ -188,13 +188,11 @@ def config_task(config: Config, where: str) -> Task:
     _refuse_lone_decoder(config, where, task)
     if task is None:
         got = f"architectures {config.get('architectures')}, model_type {config.get('model_type')!r}"
-        raise ModelError(
-            "model-config",
-            f"{where}: {got} is not supported; supported: language models (causal, masked, encoder-decoder), image "
-            "classifiers, speech recognizers like Whisper, and models like CLIP and LLaVA",
-            'set "architectures" in the config, e.g. ["LlamaForCausalLM"], pass package.module:callable, or simulate '
-            "your training script (zerofit simulate -- COMMAND)",
-        )
+        message = f"{where}: {got} is not supported; supported: language models (causal, masked, encoder-decoder), "
+        message += "image classifiers, speech recognizers like Whisper, and models like CLIP and LLaVA"
+        hint = 'set "architectures" in the config, e.g. ["LlamaForCausalLM"], pass package.module:callable, or '
+        hint += "simulate your training script (zerofit simulate -- COMMAND)"
+        raise ModelError("model-config", message, hint)
     return task
 
 

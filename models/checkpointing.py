@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import cast
@@ -97,11 +97,8 @@ def cut_into_blocks(model: nn.Module) -> Sequence[nn.Module]:
     called = (child for child in model.children() if not isinstance(child, nn.ModuleList | nn.ModuleDict))
     stages = [child for child in called if _has_parameters(child)]
     if len(stages) < 2:
-        raise ModelError(
-            "model-checkpointing",
-            f"{type(model).__name__} has no repeated blocks or stages to checkpoint",
-            "train without --activation-checkpointing",
-        )
+        message = f"{type(model).__name__} has no repeated blocks or stages to checkpoint"
+        raise ModelError("model-checkpointing", message, "train without --activation-checkpointing")
     # Backward begins with the last stage, so its activations would be computed again at once. That saves nothing.
     return stages[:-1]
 
@@ -125,7 +122,7 @@ def _forward_checkpointed(self: nn.Module, *args: object, **kwargs: object) -> o
 
     def contexts() -> _Contexts:
         forward_context, again = selective_contexts() if getattr(self, SELECTIVE, False) else (nullcontext(),) * 2
-        return forward_context, _both(_statistics_untouched(self), again)
+        return forward_context, _statistics_untouched(self, again)
 
     run = cast(Callable[..., object], checkpoint)
     if getattr(self, TO_HOST, False):
@@ -133,19 +130,11 @@ def _forward_checkpointed(self: nn.Module, *args: object, **kwargs: object) -> o
     return run(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-@contextmanager
-def _both(*contexts: AbstractContextManager) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
-
-
 # Backward runs the forward a second time. Without this, batch norms would count each batch twice in their running
 # statistics.
 @contextmanager
-def _statistics_untouched(module: nn.Module) -> Iterator[None]:
-    """Keep the running statistics unchanged by forwards in this context.
+def _statistics_untouched(module: nn.Module, inner: AbstractContextManager) -> Iterator[None]:
+    """Keep the running statistics unchanged by forwards in this context, which includes `inner`.
 
     Forwards update copies of the statistics. Afterwards each module gets its originals back. Autograd has saved the
     originals, so no forward may change them in place.
@@ -155,7 +144,8 @@ def _statistics_untouched(module: nn.Module) -> Iterator[None]:
     for norm in norms:
         norm._buffers.update({name: b if b is None else b.clone() for name, b in norm._buffers.items()})
     try:
-        yield
+        with inner:
+            yield
     finally:
         for norm, buffers in zip(norms, originals, strict=True):
             norm._buffers.update(buffers)

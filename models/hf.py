@@ -48,19 +48,15 @@ AUTO_CLASSES = {
 
 
 def transformers_model(
-    source: ModelSource,
-    inputs: Inputs | None,
-    args: ModelArgs,
-    stored: Stored = IN_FP32,
-    keep: set[str] | None = None,
+    source: ModelSource, inputs: Inputs | None, args: ModelArgs, stored: Stored = IN_FP32, keep: set[str] | None = None
 ) -> nn.Module:
     """Build a transformers model on the current default device.
 
     It is pretrained, or has random initial weights. Parameters are `stored` module by module, or tensor by tensor from
-    files, so the full fp32 model is never in memory. `keep`: see `materialize`.
+    files, so the full fp32 model is never in memory. `keep`: see `_initialize`.
 
     Initial weights are drawn on the CPU exactly as by transformers' `initialize_weights`, with no other draws. So the
-    weights are the same for the full model and for a pipeline stage (`materialize`). They are also the same if ZeRO
+    weights are the same for the full model and for a pipeline stage (`keep`). They are also the same if ZeRO
     stage 3 partitions the model while it is built (with an HfDeepSpeedConfig). `from_config` alone would first draw
     torch's default weights, except under ZeRO-3.
     """
@@ -226,20 +222,14 @@ def _stored_as_read(stored: Stored, keep: set[str] | None) -> Iterator[set[str]]
         yield read
 
 
-def materialize(model: nn.Module, seed: int, keep: set[str] | None = None, stored: Stored = IN_FP32) -> nn.Module:
-    """Initialize a transformers model that was built on the meta device, in place.
-
-    `keep` names the parameters to keep in memory (None: all). Other parameters stay on meta. The weights are exactly
-    those of `build` after `torch.manual_seed(seed)`, then cast as `stored` requests. A tied parameter is kept if any of
-    its names is in `keep`. All buffers become real, on the CPU, since they are small.
-    """
-    torch.manual_seed(seed)
-    return _initialize(model, keep, stored)
-
-
 @torch.no_grad()
 def _initialize(model: nn.Module, keep: set[str] | None, stored: Stored) -> nn.Module:
-    """Initialize a model as `materialize` does, from the present state of torch's generator."""
+    """Initialize a transformers model on meta, in place, from the present state of torch's generator.
+
+    `keep` names the parameters to keep in memory (None: all). Other parameters stay on meta. The weights are exactly
+    those of `build`, then cast as `stored` requests. A tied parameter is kept if any of its names is in `keep`. All
+    buffers become real, on the CPU, since they are small.
+    """
     from transformers.initialization import guard_torch_init_functions
 
     transformer = cast("PreTrainedModel", model)

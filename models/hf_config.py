@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from zerofit.models.catalog import PRETRAINED, QUANTIZED, ModelError, ModelSource, nearest, source_config
@@ -62,13 +61,18 @@ def make_config(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> 
     cls = CONFIG_MAPPING[model_type]
     merged = _merge(cls, base, args, source.name)
     _refuse_endless(source.name, merged)
-    with _values_refused(source.name, cls):
+    try:
         config: PreTrainedConfig = cls.from_dict(merged)
         for path, count in depths(config).items():
             if count < 1:
                 message = f"{source.name}: {'.'.join(path)} is {count}"
                 raise ModelError("model-args", message, "use 1 or more: correct --model-args or the config")
         _fit(source, config, inputs, args)
+    except ModelError:
+        raise
+    except Exception as error:  # a bad config raises many types of errors
+        message = f"{source.name}: {cls.__name__} refuses these values: {reason_of(error)}"
+        raise ModelError("model-args", message, "correct --model-args or the config") from None
     return config
 
 
@@ -86,17 +90,6 @@ def traced_args(model_args: ModelArgs) -> ModelArgs:
 def weight_bytes(model_args: ModelArgs) -> int:
     """Return the bytes per element of FSDP2's weights: 2 for a 16-bit dtype, else 4."""
     return 2 if str(model_args.get(DTYPE)).removeprefix("torch.") in ("bfloat16", "float16") else 4
-
-
-@contextmanager
-def _values_refused(name: str, cls: type) -> Iterator[None]:
-    try:
-        yield
-    except ModelError:
-        raise
-    except Exception as error:  # a bad config raises many types of errors
-        message = f"{name}: {cls.__name__} refuses these values: {reason_of(error)}"
-        raise ModelError("model-args", message, "correct --model-args or the config") from None
 
 
 def _refuse_endless(name: str, values: object, key: str = "") -> None:

@@ -14,7 +14,6 @@ from torch.nn import functional
 from zerofit.features.checkpointing import Checkpointing
 from zerofit.models.catalog import ModelError
 from zerofit.models.checkpointing import checkpoint_block
-from zerofit.models.hf import materialize
 from zerofit.models.quantized import elements
 from zerofit.models.router_loss import Carrier, RouterLoss
 from zerofit.spec.model_facts import LayerFacts
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     )
     from transformers.models.bert.modeling_bert import BertEmbeddings, BertLMPredictionHead
 
-__all__ = ["Layer", "as_layers", "materialize", "state_tensors"]
 
 Maker = Callable[..., list["Layer"]]  # of one kind of model
 
@@ -101,13 +99,11 @@ def _maker(model: nn.Module) -> Maker:
     if isinstance(model, nn.Sequential):
         return _sequential
     what = f"{type(model).__name__} ({model_type})" if model_type else type(model).__name__
-    kinds = sorted({kind for kind, _ in HEADS})
-    raise ModelError(
-        "pipeline-model",
-        f"{what} cannot be split into pipeline stages; supported: {', '.join(kinds)} of transformers, torchvision's "
-        "ResNets and VGGs, simplecnn, lenet, mlp, resnet18-small, and any torch.nn.Sequential",
-        "train without --pipeline (ZeRO stages 1 to 3 support every model), or use one of these models",
-    )
+    kinds = ", ".join(sorted({kind for kind, _ in HEADS}))
+    message = f"{what} cannot be split into pipeline stages; supported: {kinds} of transformers, torchvision's "
+    message += "ResNets and VGGs, simplecnn, lenet, mlp, resnet18-small, and any torch.nn.Sequential"
+    hint = "train without --pipeline (ZeRO stages 1 to 3 support every model), or use one of these models"
+    raise ModelError("pipeline-model", message, hint)
 
 
 # A checkpoint has the names of the full model for any number of stages, so that it resumes in any other layout. So each
@@ -168,7 +164,7 @@ def _gpt2(model: GPT2LMHeadModel) -> list[Layer]:
     return [
         _submodule_layer(model, "transformer.wte", is_tied=is_tied),
         _layer("transformer.wpe", positions, {"wpe": "transformer.wpe"}),
-        *_blocks("transformer.h", (GPT2Block(block, model.config) for block in body.h)),
+        *_blocks("transformer.h", (MaskedBlock(block, model.config, "create_causal_mask") for block in body.h)),
         _submodule_layer(model, "transformer.ln_f"),
         _submodule_layer(model, "lm_head", is_tied=is_tied),
     ]
@@ -179,7 +175,7 @@ def _bert(model: BertForMaskedLM) -> list[Layer]:
         raise ModelError("pipeline-model", "a BERT with is_decoder cannot be split into stages", "unset is_decoder")
     embeddings, head = model.bert.embeddings, model.cls.predictions
     is_tied = head.decoder.weight is embeddings.word_embeddings.weight
-    encoder = (EncoderBlock(block, model.config) for block in model.bert.encoder.layer)
+    encoder = (MaskedBlock(block, model.config, "create_bidirectional_mask") for block in model.bert.encoder.layer)
     predictions = "cls.predictions"
     biases = {"decoder_bias": f"{predictions}.decoder.bias", "bias": f"{predictions}.bias"}
     return [
@@ -193,9 +189,10 @@ def _bert(model: BertForMaskedLM) -> list[Layer]:
 
 
 def _vit(model: ViTForImageClassification) -> list[Layer]:
+    encoder = (MaskedBlock(block, model.config, "create_bidirectional_mask") for block in model.vit.layers)
     return [
         _submodule_layer(model, "vit.embeddings"),
-        *_blocks("vit.layers", (EncoderBlock(block, model.config) for block in model.vit.layers)),
+        *_blocks("vit.layers", encoder),
         _submodule_layer(model, "vit.layernorm"),
         _layer("classifier", FirstToken(model.classifier), {"classifier": "classifier"}),
     ]
@@ -308,32 +305,19 @@ class GPT2Positions(nn.Module):
         return self.drop(x + self.wpe(torch.arange(x.shape[1], device=x.device).unsqueeze(0)))
 
 
-class GPT2Block(nn.Module):
-    """A decoder block of GPT-2. Hidden states (batch, seq_len, hidden_size) in and out."""
+class MaskedBlock(nn.Module):
+    """A block of GPT-2, BERT or ViT. Hidden states (batch, length, hidden_size) in and out."""
 
-    def __init__(self, block: nn.Module, config: PreTrainedConfig):
+    def __init__(self, block: nn.Module, config: PreTrainedConfig, mask: str):
+        """Wrap a block. `mask`: the function of transformers' masking_utils that makes its mask."""
         super().__init__()
-        self.block, self.config = block, config
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the block with a causal mask."""
-        from transformers.masking_utils import create_causal_mask
-
-        return self.block(x, attention_mask=_mask(create_causal_mask, self.config, x))
-
-
-class EncoderBlock(nn.Module):
-    """A block of BERT or ViT: hidden states (batch, length, hidden_size), attention both ways."""
-
-    def __init__(self, block: nn.Module, config: PreTrainedConfig):
-        super().__init__()
-        self.block, self.config = block, config
+        self.block, self.config, self.mask = block, config, mask
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the block on samples without padding."""
-        from transformers.masking_utils import create_bidirectional_mask
+        from transformers import masking_utils
 
-        return self.block(x, _mask(create_bidirectional_mask, self.config, x))
+        return self.block(x, attention_mask=_mask(getattr(masking_utils, self.mask), self.config, x))
 
 
 class BertEmbeddingSum(nn.Module):

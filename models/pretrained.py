@@ -136,9 +136,8 @@ def match(model: nn.Module, source: ModelSource, inputs: Inputs | None, weights:
         parts.append(f"has different shapes: {_listed(shown)}")
     if parts:
         hint = "check the model and --image-size; only a head may have another number of classes"
-        raise ModelError(
-            "model-weights", f"{weights.path} does not match {source.name}: it {'; it '.join(parts)}", hint
-        )
+        message = f"{weights.path} does not match {source.name}: it {'; it '.join(parts)}"
+        raise ModelError("model-weights", message, hint)
     matched = {n: names[n] for n in shapes if n in names and n not in differing}
     head_classes = weights.shapes[names[differing[0]]][0] if head else 0
     left_out = tuple(sorted({name.partition(".")[0] for name in auxiliary}))

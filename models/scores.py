@@ -62,6 +62,24 @@ def class_scores(table: Sequence[float], classes: Sequence[str], tags: bool) -> 
     return scores
 
 
+def one_a_sample(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return outputs as float32, in the labels' shape.
+
+    Raises ValueError if there is not one output per label.
+    """
+    if outputs.numel() != labels.numel():
+        message = f"--loss mse needs one output per sample: got {tuple(outputs.shape)} for labels {tuple(labels.shape)}"
+        raise ValueError(message)
+    return outputs.float().reshape(labels.shape)
+
+
+def squared_errors(outputs: Tensor, labels: Tensor, figures: int) -> Tensor:
+    """Return the sum of squared errors and the number of targets, then zeros: float64 (figures,)."""
+    real = labels.reshape(-1) != IGNORE_INDEX
+    errors = (one_a_sample(outputs, labels) - labels.float()).reshape(-1)[real].double().square()
+    return torch.stack([errors.sum(), real.sum().double(), *[errors.sum() * 0] * (figures - 2)])
+
+
 def mean_iou(counts: Sequence[float]) -> float:
     """Return the mean intersection over union, over classes in labels or predictions."""
     classes = math.isqrt(len(counts))

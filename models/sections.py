@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from zerofit.models.build import empty_batch, fake_tensors, forward_logits, forward_loss
+from zerofit.models.build import empty_batch, fake_tensors, forward_logits, forward_named
 from zerofit.models.catalog import ModelError
 from zerofit.models.denoisers import is_denoiser
 from zerofit.models.depth import Path, depths
@@ -150,7 +150,7 @@ def _in_run_order(
         with torch.device("meta"), torch.no_grad(), fake_tensors():
             batch = empty_batch(inputs, 1)
             if isinstance(inputs, NamedInputs):
-                forward_loss(model, inputs, batch)
+                forward_named(model, inputs, batch)
             else:
                 forward_logits(model, batch["inputs"])
     except ModelError:

@@ -2,6 +2,8 @@
 
 import torch
 
+from zerofit.models.build import build, parameter_count
+from zerofit.models.catalog import ModelSource
 from zerofit.models.inputs import ImageInputs, Inputs, TableInputs, TextInputs
 
 TEXT = TextInputs(vocab_size=90, seq_len=12)
@@ -135,3 +137,9 @@ def batch_of(inputs: Inputs, count: int = 4) -> torch.Tensor:
     if isinstance(inputs, TableInputs):
         return torch.randn(count, inputs.features, generator=generator)
     return torch.randint(0, inputs.vocab_size, (count, inputs.seq_len), generator=generator)
+
+
+def count_parameters(source: ModelSource) -> int:
+    """The parameters of a named model in its published shape."""
+    with torch.device("meta"):
+        return parameter_count(build(source, None, {}))

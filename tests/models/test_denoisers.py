@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from zerofit.app.job.requests import assumed_inputs, input_option
 from zerofit.models import denoisers
-from zerofit.models.build import batch_keys, build, check_forward, empty_batch, forward_loss, parameter_count
+from zerofit.models.build import batch_keys, build, check_forward, empty_batch, forward_named, parameter_count
 from zerofit.models.catalog import ModelError, find, shape_named
 from zerofit.models.inputs import Fed, NamedInputs
 from zerofit.models.named_inputs import named_inputs
@@ -97,7 +97,7 @@ def test_the_loss_is_against_noise(name, args):
         given["img_ids"] = torch.stack([torch.zeros(8, 8), rows, columns], dim=-1).flatten(0, 1)
         given["txt_ids"] = torch.zeros(512, 3)
     predicted = model(**given).sample[:, : noise.shape[1]]
-    torch.testing.assert_close(forward_loss(model, inputs, batch), functional.mse_loss(predicted, noise))
+    torch.testing.assert_close(forward_named(model, inputs, batch).loss, functional.mse_loss(predicted, noise))
 
 
 def test_configs_and_what_is_refused(tmp_path, monkeypatch):

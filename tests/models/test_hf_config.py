@@ -14,7 +14,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, Mamba2Config
 
-from zerofit.models.build import build, check_forward, count_parameters
+from tests.models.small import count_parameters
+from zerofit.models.build import build, check_forward
 from zerofit.models.catalog import ModelError, find, source_config, source_of
 from zerofit.models.hf_config import make_config, notes_of_config, traced_args
 from zerofit.models.inputs import TextInputs

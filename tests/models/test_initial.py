@@ -16,8 +16,9 @@ from transformers.initialization import no_init_weights
 from tests.models.small import NAMED, TRANSFORMERS, inputs_of
 from zerofit.models.build import build
 from zerofit.models.catalog import find
+from zerofit.models.hf import IN_FP32, _initialize
 from zerofit.models.hf_config import make_config
-from zerofit.models.layers import as_layers, materialize
+from zerofit.models.layers import as_layers
 
 AUTO = {
     "causal-lm": AutoModelForCausalLM,
@@ -54,6 +55,11 @@ def same(got, expected):
     assert set(got) == set(expected)
     for name, tensor in expected.items():
         assert torch.equal(got[name], tensor), name
+
+
+def materialize(model, seed, keep=None):
+    torch.manual_seed(seed)
+    return _initialize(model, keep, IN_FP32)
 
 
 @pytest.mark.parametrize("case", TRANSFORMERS)

@@ -13,7 +13,7 @@ from torch.torch_version import TorchVersion
 from tests.models.small import NAMED
 from zerofit.app.job.requests import assumed_inputs, input_option, parse_input
 from zerofit.data.synthetic import SyntheticNamed
-from zerofit.models.build import batch_keys, build, check_forward, empty_batch, forward_loss, parameter_count
+from zerofit.models.build import batch_keys, build, check_forward, empty_batch, forward_named, parameter_count
 from zerofit.models.catalog import ModelError, find
 from zerofit.models.inputs import Fed, NamedInputs, inputs_from_dict, inputs_to_dict
 from zerofit.models.named_inputs import named_inputs
@@ -111,7 +111,7 @@ def test_the_loss_of_an_encoder_decoder():
     tokens, labels = torch.randint(2, 64, (3, 10)), torch.randint(2, 64, (3, 6))
     shifted = torch.cat([torch.zeros(3, 1, dtype=torch.long), labels[:, :-1]], dim=1)
     logits = model(input_ids=tokens, decoder_input_ids=shifted).logits
-    loss = forward_loss(model, inputs, {"inputs": tokens, "labels": labels})
+    loss = forward_named(model, inputs, {"inputs": tokens, "labels": labels}).loss
     torch.testing.assert_close(loss, functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
 
 
@@ -124,7 +124,7 @@ def test_the_loss_of_pairs():
     similar = model(pixel_values=pixels, input_ids=tokens).logits_per_text
     own = torch.arange(3)
     expected = (functional.cross_entropy(similar, own) + functional.cross_entropy(similar.t(), own)) / 2
-    torch.testing.assert_close(forward_loss(model, inputs, {"inputs": pixels, "labels": tokens}), expected)
+    torch.testing.assert_close(forward_named(model, inputs, {"inputs": pixels, "labels": tokens}).loss, expected)
 
 
 @pytest.mark.parametrize("name", ["qwen2-vl-2b", "qwen2.5-vl-3b", "qwen3-vl-4b"])
@@ -146,7 +146,7 @@ def test_the_loss_of_images_on_grids(name):
         labels=labels,
     ).loss
     batch = {"inputs": tokens, "pixel_values": pixels, "labels": labels}
-    torch.testing.assert_close(forward_loss(model, inputs, batch), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(forward_named(model, inputs, batch).loss, expected, rtol=0, atol=1e-6)
     assert check_forward(meta(name, inputs, args), find(name), inputs)
 
 

@@ -9,8 +9,8 @@ from dataclasses import asdict
 import pytest
 from pydantic import TypeAdapter
 
+from tests.models.small import count_parameters
 from zerofit.models import names
-from zerofit.models.build import count_parameters
 from zerofit.models.catalog import config_task, find
 from zerofit.models.inputs import inputs_from_dict, inputs_to_dict
 from zerofit.models.presets import DATA, NAMED, PRESETS, Preset, read_presets

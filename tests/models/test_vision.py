@@ -4,7 +4,8 @@ import pytest
 import torch
 import torchvision
 
-from zerofit.models.build import build, check_forward, count_parameters
+from tests.models.small import count_parameters
+from zerofit.models.build import build, check_forward
 from zerofit.models.catalog import ModelError, find
 from zerofit.models.inputs import ImageInputs
 from zerofit.models.presets import NAMED

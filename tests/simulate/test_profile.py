@@ -12,8 +12,9 @@ import torch
 import transformers
 from torch import nn
 
+from tests.models.small import count_parameters
 from zerofit.app.job.requests import assumed_inputs
-from zerofit.models.build import build, check_forward, count_parameters
+from zerofit.models.build import build, check_forward
 from zerofit.models.catalog import ModelError, ModelSource, find
 from zerofit.models.inputs import ImageInputs, TextInputs
 from zerofit.plan.layout import PlannedLayout

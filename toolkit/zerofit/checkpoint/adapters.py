@@ -97,9 +97,8 @@ def read_adapters(folder: Path, trust_model_code: bool = False) -> TrainedPart:
         with torch.device("meta"):
             model = inject_adapter_in_model(config, build(source, inputs, args), ADAPTER)
     except (ModelError, ValueError) as error:
-        raise _unreadable(
-            folder, f"does not match {source.name}: {error}", "check that the adapters belong to this model"
-        ) from None
+        hint = "check that the adapters belong to this model"
+        raise _unreadable(folder, f"does not match {source.name}: {error}", hint) from None
     # peft compares only the ends of names: "norm" also matches "input_layernorm" (utils/other.py, `_set_trainable`)
     saved = [*head_modules(model), *(name for name, _ in model.named_modules() if name.endswith(tuple(trained)))]
     for name in saved:

@@ -37,13 +37,7 @@ def _kind(config: Config) -> str:
 # other state, or state that DeepSpeed does not save.
 OBSTACLES = (
     *(
-        Obstacle(
-            feature.path,
-            feature.on,
-            f"DeepSpeed does not save {feature.unsaved}",
-            feature.instead,
-            always=True,
-        )
+        Obstacle(feature.path, feature.on, f"DeepSpeed does not save {feature.unsaved}", feature.instead, always=True)
         for feature in ZERO_FEATURES
         if feature.unsaved
     ),

@@ -379,9 +379,8 @@ def convert_to(
         report.note(repaired)
     if expert := next((name for name in state.names if ".deepspeed_experts." in name), None):
         message = f"{checkpoint} has a mixture of experts ({expert}), whose ranks have different parameters"
-        raise UserError(
-            Problem(kind="no-whole-view", message=message, hint="use --to hf for the weights", where="--to")
-        )
+        hint = "use --to hf for the weights"
+        raise UserError(Problem(kind="no-whole-view", message=message, hint=hint, where="--to"))
     if state.counters["step"] is None or not state.has_states:
         raise no_optimizer(state, str(checkpoint))
     if target:

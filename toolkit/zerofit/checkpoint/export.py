@@ -42,7 +42,7 @@ from zerofit.models.catalog import ModelError, ModelSource, find, source_of
 from zerofit.models.dtypes import DTYPES, NAMES, torch_name
 from zerofit.models.inputs import are_tokenized
 from zerofit.models.quantized import without_bits
-from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.errors import Problem, Problems, UserError, models_say
 from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import Precision
 from zerofit.spec.named_code import refuse_foreign_code
@@ -159,14 +159,11 @@ def export_foreign(
     if folder is None:
         names = "so parameters keep the checkpoint's names (`ckpt export --model FOLDER` uses FOLDER's config.json)"
         report.note(f"{found.path} has no config.json, {names}")
-    try:
-        if folder:
-            with torch.device("meta"):
-                model = build(replace(find(str(folder.absolute())), pretrained=None), None, {})
-        else:
-            model = _shape_model(state)
-    except ModelError as error:
-        raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint, where="--model")) from None
+    if folder:
+        with models_say("--model"), torch.device("meta"):
+            model = build(replace(find(str(folder.absolute())), pretrained=None), None, {})
+    else:
+        model = _shape_model(state)
     parameters = dict(model.named_parameters())
     if folder:
         state.match(parameters)

@@ -69,11 +69,7 @@ class FullState:
     """
 
     def __init__(
-        self,
-        checkpoint: Path,
-        engines: Mapping[str, str] = ONE_ENGINE,
-        repair: bool = False,
-        run: Run | None = None,
+        self, checkpoint: Path, engines: Mapping[str, str] = ONE_ENGINE, repair: bool = False, run: Run | None = None
     ):
         self._folder, self._open = Path(checkpoint), {}
         self._own = (self._folder / "ranks").is_dir()

@@ -44,6 +44,7 @@ from zerofit.models.scores import (
     compared,
     mean_iou,
     rouge_scores,
+    squared_errors,
     tabled_classes,
     write_targets,
 )
@@ -211,7 +212,7 @@ class EvalFigures:
         logits, _ = forward_logits(model, x, **extra)
         logits = output_part(logits, "logits") if self.own else logits
         if self.loss == "mse":
-            return _squared_errors(logits, labels)
+            return squared_errors(logits, labels, 4)
         if are_dense(logits, labels):
             # One image at a time, since a copy of all logits with the classes last would double their memory.
             images = zip(logits.movedim(1, -1), labels, strict=True)
@@ -258,24 +259,9 @@ def cross_entropy_counts(logits: Tensor, labels: Tensor, top: int) -> Tensor:
     return total
 
 
-def _squared_errors(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum of the squared errors and the number of targets, as float64 (4,)."""
-    if outputs.numel() != labels.numel():
-        message = f"--loss mse needs one output per sample: got {tuple(outputs.shape)} for labels {tuple(labels.shape)}"
-        raise ValueError(message)
-    real = labels.reshape(-1) != IGNORE_INDEX
-    errors = (outputs.float().reshape(labels.shape) - labels.float()).reshape(-1)[real].double().square()
-    return torch.stack([errors.sum(), real.sum().double(), errors.sum() * 0, errors.sum() * 0])
-
-
 @torch.no_grad()
 def evaluate(
-    model: nn.Module,
-    figures: EvalFigures,
-    data: Data,
-    samples: EvalSamples,
-    device: torch.device,
-    report: Reporter,
+    model: nn.Module, figures: EvalFigures, data: Data, samples: EvalSamples, device: torch.device, report: Reporter
 ) -> EvalScores:
     """Evaluate the model on validation samples.
 

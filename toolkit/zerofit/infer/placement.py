@@ -17,8 +17,7 @@ from zerofit.infer.limits import SHARE, Device, MemoryLimits, uncounted_bytes
 from zerofit.infer.saved_model import SavedModel
 from zerofit.models.batch_norm import BatchNorm
 from zerofit.models.build import build
-from zerofit.models.catalog import ModelError
-from zerofit.spec.errors import DoesNotFit, Problem, UserError
+from zerofit.spec.errors import DoesNotFit, Problem, models_say
 from zerofit.spec.reservations import reserved_note
 from zerofit.spec.units import shown_bytes
 
@@ -87,20 +86,17 @@ def empty_model(saved: SavedModel, dtype: torch.dtype) -> nn.Module:
 
     Batch norms of models that are not transformers' stay in float32. Raises UserError if the model cannot be built.
     """
-    try:
-        if saved.source.family == "transformers":
-            with torch.device("meta"):
-                model = build(saved.source, None, {})
-            config = cast("PreTrainedModel", model).config
-            if hasattr(config, "output_router_logits"):
-                config.output_router_logits = False  # only training uses the router's loss
-            return model.to(dtype).eval()
-        assert saved.info is not None  # see open_saved
-        # Buffers stay real: some of their values may be in no file.
-        with init_empty_weights():
-            model = build(saved.source, saved.inputs, dict(saved.info.model_args))
-    except ModelError as error:
-        raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint, where="CKPT")) from None
+    if saved.source.family == "transformers":
+        with models_say("CKPT"), torch.device("meta"):
+            model = build(saved.source, None, {})
+        config = cast("PreTrainedModel", model).config
+        if hasattr(config, "output_router_logits"):
+            config.output_router_logits = False  # only training uses the router's loss
+        return model.to(dtype).eval()
+    assert saved.info is not None  # see open_saved
+    # Buffers stay real: some of their values may be in no file.
+    with models_say("CKPT"), init_empty_weights():
+        model = build(saved.source, saved.inputs, dict(saved.info.model_args))
     # The kernels of batch norms support float32 parameters with inputs of lower precision.
     for module in model.modules():
         if not isinstance(module, BatchNorm):

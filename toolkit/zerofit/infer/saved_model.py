@@ -17,11 +17,11 @@ from zerofit.checkpoint.foreign import foreign_at
 from zerofit.checkpoint.model_folder import CARD, SAFETENSORS_NAMES, ModelInfo, read_model_info
 from zerofit.checkpoint.safe_load import load
 from zerofit.checkpoint.store import CHECKPOINTS, MANIFEST, Store, is_own, locate
-from zerofit.models.catalog import NAMES, ModelError, ModelSource, find, label_names, weight_names
+from zerofit.models.catalog import NAMES, ModelSource, find, label_names, weight_names
 from zerofit.models.hf_config import make_config, max_positions
 from zerofit.models.inputs import Fed, ImageInputs, Inputs, LabelledTextInputs, TextInputs
 from zerofit.models.named_inputs import named_inputs
-from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.errors import Problem, Problems, UserError, models_say
 from zerofit.spec.events import Reporter
 from zerofit.spec.foreign import Unreadable
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, gives_loss, has_head
@@ -82,7 +82,7 @@ def open_saved(folder: Path, trust_model_code: bool = False) -> SavedModel:
     A model whose zerofit.json names a user's Python code is refused unless `trust_model_code`.
     """
     info, weights = read_model_info(folder), read_weights(folder)
-    try:
+    with models_say("CKPT"):
         if (folder / "config.json").is_file():
             return _open_transformers(folder, info, weights)
         if info is None:
@@ -91,8 +91,6 @@ def open_saved(folder: Path, trust_model_code: bool = False) -> SavedModel:
             raise UserError(Problem(kind="no-model", message=message, hint=hint, where="CKPT"))
         source = find(info.model)
         refuse_foreign_code(folder / CARD, trust_model_code, model=info.model, model_args=info.model_args)
-    except ModelError as error:
-        raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint, where="CKPT")) from None
     return SavedModel(
         folder=folder, source=source, task=info.task, inputs=info.inputs, longest=None, info=info, weights=weights
     )

@@ -43,14 +43,7 @@ from zerofit.infer.placement import (
     refuse_misfit,
     table_rows,
 )
-from zerofit.infer.saved_model import (
-    MODEL,
-    SavedModel,
-    StoredWeights,
-    is_checkpoint,
-    open_saved,
-    read_weights,
-)
+from zerofit.infer.saved_model import MODEL, SavedModel, StoredWeights, is_checkpoint, open_saved, read_weights
 from zerofit.models.catalog import QUANTIZED, source_config
 from zerofit.models.dtypes import DTYPES, NAMES
 from zerofit.models.hf import AUTO_CLASSES
@@ -209,9 +202,9 @@ def _load_transformers(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # weights that do not match the config raise many kinds of errors
+        message = f"{saved.folder}: {reason_of(error)}"
         hint = "check that config.json and the weights belong to the same model"
-        problem = Problem(kind="model-weights", message=f"{saved.folder}: {reason_of(error)}", hint=hint, where="CKPT")
-        raise UserError(problem) from error
+        raise UserError(Problem(kind="model-weights", message=message, hint=hint, where="CKPT")) from error
     _refuse(sorted(loaded["missing_keys"]), saved)  # transformers would have initialized them at random
     return model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
@@ -57,6 +58,15 @@ class ModelError(ValueError):
     def __init__(self, kind: str, message: str, hint: str = ""):
         super().__init__(message + (f" ({hint})" if hint else ""))
         self.kind, self.message, self.hint = kind, message, hint
+
+
+@contextmanager
+def models_say(where: str) -> Iterator[None]:
+    """Turn a ModelError of models/ into a UserError that names `where`, the flag or file."""
+    try:
+        yield
+    except ModelError as error:
+        raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint, where=where)) from None
 
 
 class RunFailed(Exception):

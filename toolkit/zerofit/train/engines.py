@@ -26,11 +26,19 @@ from zerofit.check.dotted import get
 from zerofit.config.resolve import warmup_steps
 from zerofit.data import Data, eval_batches
 from zerofit.features.optimizers import of_json
-from zerofit.models.build import batch_keys, forward_logits, forward_loss, forward_named, output_part, parameter_groups
+from zerofit.models.build import batch_keys, forward_logits, forward_named, output_part, parameter_groups
 from zerofit.models.checkpointing import keep_on_host
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs, NamedInputs
-from zerofit.models.scores import class_table, compared, rouge_scores, tabled_classes, write_targets
+from zerofit.models.scores import (
+    class_table,
+    compared,
+    one_a_sample,
+    rouge_scores,
+    squared_errors,
+    tabled_classes,
+    write_targets,
+)
 from zerofit.models.tiled_mlp import tile_mlps
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.mesh import RankCoords
@@ -38,7 +46,7 @@ from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.train.averaging import AveragedWeights
 from zerofit.train.build import build_from_seed, build_on_meta, build_whole, prepare_batch_norms, stored_by_engine
-from zerofit.train.loss import counts, head_loss, one_a_sample, weighted_cross_entropy
+from zerofit.train.loss import counts, head_loss, weighted_cross_entropy
 from zerofit.train.mesh_groups import MeshGroups, exchange_heads
 from zerofit.train.optimizer import forget_states, own_optimizer
 from zerofit.train.process_group import accelerator, rank_device
@@ -378,7 +386,7 @@ class ZeroTrainer(EngineTrainer):
     def _loss(self, batch: Batch) -> Tensor:
         x, labels, extra = self.to_device(batch)
         if self._named:
-            loss = forward_loss(self.engine, self._named, {"inputs": x, "labels": labels, **extra})
+            loss = forward_named(self.engine, self._named, {"inputs": x, "labels": labels, **extra}).loss
             if self._named.padded:  # turn the mean over this micro batch into its share of the mean over all targets
                 return loss.float() * (labels != IGNORE_INDEX).sum() * batch["weight"]
             return loss
@@ -413,9 +421,7 @@ class ZeroTrainer(EngineTrainer):
         if self._head:
             return logits  # the head has counted them already
         if self.job.run.loss == "mse":
-            real = labels.reshape(-1) != IGNORE_INDEX
-            errors = (one_a_sample(logits, labels) - labels.float()).reshape(-1)[real].double().square()
-            return torch.stack([errors.sum(), real.sum().double(), errors.sum() * 0])
+            return squared_errors(logits, labels, 3)
         sums = counts(logits, labels)
         return torch.cat([sums, class_table(logits, labels, self._classes)]) if self._classes else sums
 
@@ -435,7 +441,7 @@ class ZeroTrainer(EngineTrainer):
             real, labels = torch.ones_like(real), labels.clamp_min(0)
         if self._named:
             rest = {key: t[real] for key, t in extra.items()}
-            loss = forward_loss(self.engine, self._named, {"inputs": x[real], "labels": labels[real], **rest})
+            loss = forward_named(self.engine, self._named, {"inputs": x[real], "labels": labels[real], **rest}).loss
         else:
             loss = output_part(self._call_own(x[real], labels[real]), "loss")
         return torch.stack([loss.double() * count, count, count * 0])

@@ -148,17 +148,6 @@ def counts(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([total.double(), real.sum().double(), right.sum().double()])
 
 
-def one_a_sample(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return outputs as float32, in the labels' shape.
-
-    Raises ValueError if there is not one output per label.
-    """
-    if logits.numel() != labels.numel():
-        message = f"--loss mse needs one output per sample: got {tuple(logits.shape)} for labels {tuple(labels.shape)}"
-        raise ValueError(message)
-    return logits.float().reshape(labels.shape)
-
-
 # Instead of hidden -> head -> logits (targets, classes) -> loss, the head itself computes the loss chunk by chunk. The
 # head must stay the module that DeepSpeed hooks, because ZeRO-3 gathers a weight when its module's forward is called.
 class HeadLoss:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,7 @@ class MeasuredMemory:
     @classmethod
     def of(cls, record: StepRecord) -> MeasuredMemory:
         """Return the figures of a record of metrics.jsonl."""
-        return cls(
-            memory_bytes=record["memory_bytes"],
-            reserved_bytes=record["reserved_bytes"],
-            outside_bytes=record["outside_bytes"],
-            host_bytes=record["host_bytes"],
-            shared_bytes=record["shared_bytes"],
-        )
+        return cls(**{field.name: record[field.name] for field in fields(cls)})
 
     @property
     def on_cpu(self) -> bool:

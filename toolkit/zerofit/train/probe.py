@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -18,7 +16,7 @@ from zerofit.models.inputs import ImageInputs, Inputs, are_packed
 from zerofit.models.layers import as_layers, layer_facts
 from zerofit.models.quantized import quantized_share, without_bits
 from zerofit.models.without_dynamo import without_dynamo
-from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.errors import Problem, UserError, models_say
 from zerofit.spec.image_sizes import ImageSizes
 from zerofit.spec.model_facts import ModelFacts, Task, width
 from zerofit.spec.run import Run
@@ -133,12 +131,3 @@ def fed_with(model: nn.Module, run: Run) -> Task:
     if (run.data or "").startswith("segmentation:"):
         return "segmentation"
     return "table" if (run.data or "").startswith(TABLES) else "image"
-
-
-@contextmanager
-def models_say(where: str) -> Iterator[None]:
-    """Turn a ModelError of models/ into a UserError that names `where`, the flag or file."""
-    try:
-        yield
-    except ModelError as error:
-        raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint, where=where)) from None

@@ -16,11 +16,12 @@ from zerofit.models.catalog import ModelSource
 from zerofit.models.inputs import Inputs
 from zerofit.models.pretrained import weight_file
 from zerofit.models.without_dynamo import without_dynamo
+from zerofit.spec.errors import models_say
 from zerofit.spec.files import write_json
 from zerofit.spec.foreign import Unreadable, read_json, shaped
 from zerofit.spec.model_facts import ModelFacts, Task
 from zerofit.spec.run import Run
-from zerofit.train.probe import models_say, probe
+from zerofit.train.probe import probe
 
 T = TypeVar("T")
 

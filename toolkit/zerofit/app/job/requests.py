@@ -18,7 +18,7 @@ from zerofit.models.inputs import (
     TextInputs,
     are_packed,
 )
-from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.errors import Problem, UserError, models_say
 from zerofit.spec.foreign import Unreadable, read_json
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, gives_loss, has_head, is_image
 from zerofit.spec.named_code import refuse_foreign_code
@@ -101,7 +101,6 @@ def assumed_inputs(
     """
     if gives_loss(task):
         from zerofit.models.named_inputs import named_inputs
-        from zerofit.train.probe import models_say
 
         with models_say("--input"):
             return named_inputs(source, model_args, seq_len or DEFAULT_SEQ_LEN, parse_input(image) if image else Fed())

@@ -29,7 +29,7 @@ from zerofit.models.hf_config import notes_of_config
 from zerofit.models.inputs import ImageInputs, Inputs
 from zerofit.models.pretrained_notes import notes_of_pretrained
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.errors import Problem, Problems, UserError, models_say
 from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Machine, ModelFacts, Task, is_text
 from zerofit.spec.named_code import unrelated_modules
@@ -38,7 +38,7 @@ from zerofit.spec.run import AUTO, LARGEST, Run, RunRequest
 from zerofit.spec.run_folder import Job
 from zerofit.spec.units import counted
 from zerofit.train.optimizer import missing_kernels
-from zerofit.train.probe import check_sizes, fed_with, models_say, task_of
+from zerofit.train.probe import check_sizes, fed_with, task_of
 
 DEFAULT_EPOCHS = 1.0
 ASSUMED_STEPS = 1000  # steps of a run without data or steps; only learning rate schedulers use this number

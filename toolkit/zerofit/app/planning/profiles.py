@@ -19,7 +19,7 @@ from zerofit.models.presets import PRESETS
 from zerofit.models.shipped_profiles import shipped_profile, shipped_settings
 from zerofit.plan.degrees import Degrees, heads_take, settings_of
 from zerofit.plan.tensor_split import with_split_sequence
-from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.errors import Problem, UserError, models_say
 from zerofit.spec.events import Reporter
 from zerofit.spec.extras import installed_version, missing_extra
 from zerofit.spec.files import write_json
@@ -204,7 +204,7 @@ def trace(wanted: ProfileRequest, report: Reporter) -> Profile:
 def _trace(wanted: ProfileRequest, report: Reporter) -> Profile:
     with deepspeed_quiet():
         from zerofit.simulate.costs.profile import TraceSetting, profile_model
-    from zerofit.train.probe import models_say, task_of
+    from zerofit.train.probe import task_of
 
     with models_say("MODEL"):
         source = replace(with_task(find(wanted.model), wanted.task), partial=wanted.partial)
@@ -305,7 +305,6 @@ def longest_sequence(wanted: ProfileRequest) -> int | None:
     Raises UserError.
     """
     from zerofit.app.job.model_facts import max_positions_of
-    from zerofit.train.probe import models_say
 
     with models_say("MODEL"):
         source = find(wanted.model)

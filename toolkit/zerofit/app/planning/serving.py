@@ -19,7 +19,7 @@ from zerofit.rollout.served import (
 )
 from zerofit.rollout.vllm import EngineMemory, EngineSettings
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.errors import Problem, Problems, UserError, models_say
 from zerofit.spec.run import Run
 from zerofit.spec.units import shown_bytes
 
@@ -112,7 +112,7 @@ def served_model(name: str, model_args: Mapping[str, object]) -> ServedModel:
     """
     from zerofit.app.job.model_facts import facts_of
     from zerofit.models.hf_config import make_config
-    from zerofit.train.probe import models_say, task_of
+    from zerofit.train.probe import task_of
 
     with models_say("MODEL"):
         source = find(shape_named(name).name)

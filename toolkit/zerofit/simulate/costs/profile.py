@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zerofit.models import checkpointing as models_checkpointing
-from zerofit.models.build import empty_batch, extra_inputs, forward_logits, forward_loss, output_part
+from zerofit.models.build import empty_batch, extra_inputs, forward_logits, forward_named, output_part
 from zerofit.models.catalog import ModelError, ModelSource, is_cnn
 from zerofit.models.depth import of_all_layers
 from zerofit.models.inputs import Inputs, NamedInputs, TextInputs, are_packed, are_padded, tensors_of
@@ -259,7 +259,7 @@ def _loss(
     model: nn.Module, batch: dict[str, Tensor], inputs: Inputs, task: Task, one: TraceSetting, recorder: ProfileRecorder
 ) -> Tensor:
     if isinstance(inputs, NamedInputs):
-        return forward_loss(model, inputs, batch)
+        return forward_named(model, inputs, batch).loss
     x, labels, extra = batch["inputs"], batch["labels"], extra_inputs(inputs, batch)
     if isinstance(model, TitanModel):
         return model.loss(x, labels, recorder.few_chunks, recorder.begin_backward)
