@@ -101,7 +101,7 @@ def with_task(source: ModelSource, task: str | None) -> ModelSource:
         raise ModelError("model-task", message, "use an encoder-decoder such as T5 or BART")
     from transformers.models.auto import modeling_auto as auto
 
-    known = getattr(auto, HEAD_TABLES[task])
+    known = getattr(auto, HEADS[cast(Task, task)])
     if model_type not in known or source.task == "seq2seq-lm":
         fitting = [name for name in ("bert", "roberta", "distilbert", "gpt2", "llama", "qwen2") if name in known]
         what = "is an encoder-decoder" if source.task == "seq2seq-lm" else "has no such head in transformers"
@@ -343,10 +343,7 @@ ARCHITECTURE_ENDINGS: dict[str, Task] = {
 }
 # a head with another task, e.g. SegformerForSemanticSegmentation
 OTHER_HEAD = re.compile(r"For(?!PreTraining$|ConditionalGeneration$)[A-Z]\w*$")
-HEAD_TABLES = {  # transformers' tables of models with such heads, by model type (models/auto/modeling_auto.py)
-    "classify": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
-    "tag": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
-}
+
 
 # model types other than encoder-decoders of text; `models.named_inputs` defines their inputs
 NAMED_TASKS: dict[str, Task] = {
@@ -367,6 +364,8 @@ HEADS: dict[Task, str] = {  # transformers' tables of full models, by model type
     "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
     "image-text-pairs": "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES",
     "image-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "classify": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "tag": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
 }
 
 

@@ -196,14 +196,8 @@ class _Log:
             raise NotDeferrableError(f"its constructor puts a tensor on {tensor.device} itself")
         storage = tensor.untyped_storage()
         self.storages.setdefault(storage._cdata, storage)
-        return _Ref(
-            storage._cdata,
-            storage.nbytes() // tensor.dtype.itemsize,
-            tensor.dtype,
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-            int(tensor.storage_offset()),
-        )
+        elements, offset = storage.nbytes() // tensor.dtype.itemsize, int(tensor.storage_offset())
+        return _Ref(storage._cdata, elements, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), offset)
 
     def note(
         self, func: Callable[..., object], args: _Args, kwargs: _Kwargs, out: object, *, draws: bool, overwrites: bool

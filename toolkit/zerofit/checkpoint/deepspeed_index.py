@@ -233,9 +233,8 @@ def whole_shards(found: Foreign, parts: Parts, rules: dict[str, Any] | None) -> 
         rules = MEGATRON | {"parameter_with_2_sub_params_cat_dim_0": _gated(parts)}
     if not rules or unknown:
         what = unknown[0] if unknown else "them"
-        message = (
-            f"{found.files} is split over {parts.tensor_ranks} tensor parallel ranks, without rules to join {what}"
-        )
+        message = f"{found.files} is split over {parts.tensor_ranks} tensor parallel ranks"
+        message += f", without rules to join {what}"
         hint = "gather it with the program that wrote it, e.g. save_16bit_model; DeepSpeed saves these rules since 0.19"
         raise UserError(Problem(kind="no-whole-view", message=message, hint=hint, where=str(found.files)))
     shares = _Rules(rules)

@@ -412,7 +412,6 @@ def _damage_problem(checkpoint: Path, damage: Damage, where: str) -> Problem:
 
 
 def _no_checkpoint(message: str, where: str) -> UserError:
-    hint = (
-        "give a run's folder, one of its checkpoints/step-..., or a checkpoint of DeepSpeed, Accelerate or the Trainer"
-    )
+    hint = "give a run's folder, one of its checkpoints/step-..., or a checkpoint "
+    hint += "of DeepSpeed, Accelerate or the Trainer"
     return UserError(Problem(kind="no-checkpoint", message=message, hint=hint, where=where))

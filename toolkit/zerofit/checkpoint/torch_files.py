@@ -268,13 +268,13 @@ class _StateDict:
 
 def _weights_key(content: object, file: str) -> str | None:
     """Return the key of a file's state dict; None if the file is the state dict."""
-    if not isinstance(content, dict) or any(isinstance(value, Tensor) for value in content.values()):
+
+    def has_tensors(value: object) -> bool:
+        return isinstance(value, dict) and any(isinstance(tensor, Tensor) for tensor in value.values())
+
+    if not isinstance(content, dict) or has_tensors(content):
         return None
-    inner = [
-        key
-        for key, value in content.items()
-        if isinstance(value, dict) and any(isinstance(tensor, Tensor) for tensor in value.values())
-    ]
+    inner = [key for key, value in content.items() if has_tensors(value)]
     known = [key for key in WEIGHTS if key in inner]
     if not known and len(inner) > 1:
         names = ", ".join(map(str, inner))

@@ -210,13 +210,11 @@ class RolloutMemory:
         """Bytes of the training while a frozen model runs between forward and backward."""
         layout = self.layout
         costs = self.profile.costs_of(layout.setting)
-        saved = [
-            layer.count * cost.saved_bytes.at(layout.micro_batch)
-            for layer, cost in zip(self.profile.layers, costs, strict=True)
-        ]
+        pairs = zip(self.profile.layers, costs, strict=True)
+        saved = sum(layer.count * cost.saved_bytes.at(layout.micro_batch) for layer, cost in pairs)
         models = (False, True) if self.method.scorer else (False,)
         forward = max(sum(self._forward(scores).values()) for scores in models)
-        return sum((round(sum(saved)), *self._accumulated.values(), forward))
+        return sum((round(saved), *self._accumulated.values(), forward))
 
     @cached_property
     def _accumulated(self) -> dict[str, int]:
@@ -302,28 +300,17 @@ def findings(memory: RolloutMemory) -> Iterator[tuple[str, str]]:
     total, highest = memory.fit.device_available_bytes, memory.highest
     if memory.room < 0:
         kind, size = max(highest.parts.items(), key=lambda part: part[1])
-        lacks = shown_bytes(-memory.room)
-        yield (
-            "phase",
-            f"{highest.name} needs {lacks} more than each GPU has; its largest part is {kind}, {shown_bytes(size)}",
-        )
+        text = f"{highest.name} needs {shown_bytes(-memory.room)} more than each GPU has"
+        yield "phase", f"{text}; its largest part is {kind}, {shown_bytes(size)}"
     if engine and engine.sequences < 1:
-        yield (
-            "no-cache",
-            f"vLLM needs gpu_memory_utilization {engine.smallest_utilization:.2f} or more, but only "
-            f"{memory.largest_utilization:.2f} is safe",
-        )
+        least, most = engine.smallest_utilization, memory.largest_utilization
+        yield "no-cache", f"vLLM needs gpu_memory_utilization {least:.2f} or more, but only {most:.2f} is safe"
     if engine and not memory.settings.vllm_enable_sleep_mode:
-        size = shown_bytes(engine.requested)
-        yield (
-            "cache-awake",
-            f"weights and KV cache of vLLM stay on the GPU during training; sleep mode would free {size}",
-        )
+        text = "weights and KV cache of vLLM stay on the GPU during training"
+        yield "cache-awake", f"{text}; sleep mode would free {shown_bytes(engine.requested)}"
     if engine and engine.requested > total - sum(memory.resident.values()):
-        yield (
-            "budget-of-total",
-            "gpu_memory_utilization is a share of the whole GPU: vLLM does not start if the training leaves less free",
-        )
+        text = "gpu_memory_utilization is a share of the whole GPU"
+        yield "budget-of-total", f"{text}: vLLM does not start if the training leaves less free"
     logits = max((phase.parts.get("logits", 0) for phase in memory.phases), default=0)
     if logits > LARGE * total:
         size = shown_bytes(logits)
@@ -332,19 +319,14 @@ def findings(memory: RolloutMemory) -> Iterator[tuple[str, str]]:
         yield "logits", f"computing log-probs needs {size} for logits{twice}: {change}lower the micro batch"
     if trainer == "verl" and memory.layout.keeps_full_gradients:
         size = shown_bytes(memory.layout.full_gradient_bytes * memory.profile.trained)
-        yield (
-            "full-gradients",
-            f"each GPU keeps gradients of all weights, {size}, until the last micro batch: "
-            "use_no_sync_for_gradient_accumulation=false avoids it (0.9.0 has no such setting)",
-        )
+        text = f"each GPU keeps gradients of all weights, {size}, until the last micro batch"
+        change = "use_no_sync_for_gradient_accumulation=false avoids it (0.9.0 has no such setting)"
+        yield "full-gradients", f"{text}: {change}"
     weights = memory.layout.element_bytes * memory.profile.parameters
     if memory.profile.scored == "reentrant" and memory.layout.zero_stage == 3 and weights > LARGE * total:
-        yield (
-            "reference-in-engine",
-            "the reference runs in the engine between forward and backward, so ZeRO-3 gathers all weights, "
-            f"{shown_bytes(weights)}, and keeps them until the end of the backward; "
-            "with precompute_ref_log_probs=true, it runs before the training",
-        )
+        text = "the reference runs in the engine between forward and backward, so ZeRO-3 gathers all weights, "
+        text += f"{shown_bytes(weights)}, and keeps them until the end of the backward"
+        yield "reference-in-engine", f"{text}; with precompute_ref_log_probs=true, it runs before the training"
     if frozen := memory.resident.get("reference", 0):
         size = shown_bytes(frozen)
         change = " (twice that if dtype is float32); beta=0 or LoRA avoids it"

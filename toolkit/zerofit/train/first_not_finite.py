@@ -72,14 +72,6 @@ class Origin:
     tensor: str = ""  # the tensor of the batch or model that was not finite before any op
 
 
-@dataclass
-class _ForwardOp:
-    """The module and the line of an op in forward."""
-
-    module: str
-    line: str
-
-
 class FirstNotFinite(TorchDispatchMode):
     """Watches all ops of a step, in forward and backward, for results that are not finite."""
 
@@ -92,7 +84,7 @@ class FirstNotFinite(TorchDispatchMode):
         self._model, self._modules = model, list[str]()
         self._origins: dict[int, Origin] = {}  # by storage
         self._depends: dict[int, frozenset[str]] = {}
-        self._ops: dict[int, _ForwardOp] = {}  # by autograd's number of a forward op
+        self._ops: dict[int, tuple[str, str]] = {}  # module and line of a forward op, by autograd's number
         self._names = {id(p): name for name, p in model.named_parameters()}
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
@@ -155,7 +147,7 @@ class FirstNotFinite(TorchDispatchMode):
         if node is None and torch.is_grad_enabled():
             # backward's node has the same number, so its module and line are those of the forward op
             number = _get_sequence_nr() - 1
-            self._ops[number] = _ForwardOp(self._modules[-1] if self._modules else "", model_line())
+            self._ops[number] = self._place()
         outputs = [t for t in tree_leaves(result) if is_dense(t)]
         if any(func._schema.name.partition("::")[2].find(name) >= 0 for name in _FILLED_LATER):
             for output in outputs:
@@ -178,6 +170,10 @@ class FirstNotFinite(TorchDispatchMode):
             if self.first_nan is None and output.isnan().any():
                 self.first_nan = origin
         return result
+
+    def _place(self) -> tuple[str, str]:
+        """Return the running module and the line of its code."""
+        return self._modules[-1] if self._modules else "", model_line()
 
     def _dependence(self, tensor: Tensor) -> frozenset[str]:
         """Return which of weights, inputs and labels a tensor depends on."""
@@ -202,10 +198,11 @@ class FirstNotFinite(TorchDispatchMode):
         """Return the origin of a weight, or of a tensor that ranks reduced."""
         is_result = _key(tensor) in self._depends
         name = "a tensor that ranks have reduced" if is_result else self._names.get(id(tensor), "a weight")
+        module, line = self._place()
         return Origin(
             phase=FORWARD if torch._C._current_autograd_node() is None else BACKWARD,
-            module=self._modules[-1] if self._modules else "",
-            line=model_line(),
+            module=module,
+            line=line,
             output=TensorFacts.of(tensor),
             depends=tuple(sorted(self._dependence(tensor))),
             micro=self.micro,
@@ -222,16 +219,16 @@ class FirstNotFinite(TorchDispatchMode):
         depends: frozenset[str],
         node: Node | None,
     ) -> Origin:
-        forward = _ForwardOp(self._modules[-1] if self._modules else "", model_line())
+        module, line = self._place()
         if node is not None and node._sequence_nr() < _LAST:
-            forward = self._ops.get(node._sequence_nr(), forward)
+            module, line = self._ops.get(node._sequence_nr(), (module, line))
         in_place = func._schema.is_mutable  # then the inputs no longer have their values
         facts = [TensorFacts.of(t) for t in inputs if is_dense(t) and t.numel() and not t.is_complex()]
         return Origin(
             op=func._schema.name.removeprefix("aten::"),
             phase=FORWARD if node is None else BACKWARD,
-            module=forward.module,
-            line=forward.line,
+            module=module,
+            line=line,
             inputs=() if in_place else tuple(facts),
             output=TensorFacts.of(output),
             depends=tuple(sorted(depends)),

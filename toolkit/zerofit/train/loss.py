@@ -69,13 +69,12 @@ class _FromHidden(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         of_hidden = torch.empty_like(hidden) if wants_hidden else None
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        wanted = wants_hidden or wants_weight
         total = hidden.new_zeros((), dtype=torch.float32)
         for start in chunk_starts(len(labels), chunk):
             part = slice(start, start + chunk)
             # no name for the logits here: they must be freed before the products below
-            loss, gradient = _with_gradient(
-                functional.linear(hidden[part], weight), labels[part], wants_hidden or wants_weight
-            )
+            loss, gradient = _with_gradient(functional.linear(hidden[part], weight), labels[part], wanted)
             total += loss
             if of_hidden is not None:
                 of_hidden[part] = gradient @ weight

@@ -163,9 +163,8 @@ def outgrown(peaks: MeasuredMemory, forecast: MemoryForecast) -> str | None:
     kinds[OUTSIDE] = above.get("outside_bytes", 0)
     size = (peaks.reserved_bytes or 0) + (peaks.outside_bytes or 0)
     host = {OWN: above["host_bytes"] - shared, SHARED: shared}
-    return _exceeded("memory of the device", size, forecast.margin_bytes, kinds) or _exceeded(
-        "host memory", peaks.host_bytes, forecast.host_margin_bytes, host
-    )
+    on_device = _exceeded("memory of the device", size, forecast.margin_bytes, kinds)
+    return on_device or _exceeded("host memory", peaks.host_bytes, forecast.host_margin_bytes, host)
 
 
 def _exceeded(place: str, size: int, margin: int, kinds: Mapping[str, int]) -> str | None:

@@ -116,12 +116,8 @@ class Saver:
         if background:
             self._files.begin_snapshot()
         for tag, engine in self._trainer.engines().items():
-            engine.save_checkpoint(
-                str(save.staging),
-                tag=tag,
-                save_latest=False,
-                exclude_frozen_parameters=self._job.run.partial is not None,
-            )
+            trained_only = self._job.run.partial is not None
+            engine.save_checkpoint(str(save.staging), tag, save_latest=False, exclude_frozen_parameters=trained_only)
         stem = save.staging / "ranks" / f"rank-{self._rank:05}"
         self._files.save(self._trainer.rank_state(), stem.with_suffix(".pt"))
         self._files.write_text(json.dumps(build_index(self._trainer)), stem.with_suffix(".json"))
@@ -269,12 +265,9 @@ class Saver:
 
 
 def _problem(reason: str, folder: Path) -> Problem:
-    return Problem(
-        kind="save-failed",
-        message=f"cannot save the checkpoint: {reason}",
-        hint="free some disk space, lower --keep-last, or use another --output; older checkpoints are unchanged",
-        where=str(folder),
-    )
+    message = f"cannot save the checkpoint: {reason}"
+    hint = "free some disk space, lower --keep-last, or use another --output; older checkpoints are unchanged"
+    return Problem(kind="save-failed", message=message, hint=hint, where=str(folder))
 
 
 def frozen_weights(trainer: EngineTrainer) -> FrozenWeights:

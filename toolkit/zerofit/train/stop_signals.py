@@ -49,9 +49,8 @@ class StopRequests:
 
     def of_this_rank(self) -> tuple[float, float]:
         """Return whether this rank was asked to stop, and whether a save is due: 1.0 (yes) or 0.0."""
-        stop = (self._signals is not None and self._signals.received) or (
-            self._file is not None and self._file.exists()
-        )
+        received = self._signals is not None and self._signals.received
+        stop = received or (self._file is not None and self._file.exists())
         seconds = self._every.seconds
         due = self._file is not None and seconds is not None and time.monotonic() - self._saved >= seconds
         return float(stop), float(due)

@@ -92,8 +92,8 @@ class ParamShard:
 
     parameter: nn.Parameter
     master: Tensor  # tensor that the optimizer updates: a flat partition, or one parameter in its own shape
-    offset: int  # of the stretch in `master`
-    start: int  # of the stretch in the flattened parameter
+    offset: int = 0  # of the stretch in `master`
+    start: int = 0  # of the stretch in the flattened parameter
     numel: int
     master_at: Address
     states_at: Address | None  # of the dictionary of states by kind; None if frozen
@@ -313,18 +313,10 @@ def frozen_shards(engine: Engine, tag: str) -> Iterator[ParamShard]:
             yield _alone(p, p, module[id(p)], None)
 
 
-def _alone(parameter: nn.Parameter, master: Tensor, master_at: Address, states_at: Address | None) -> ParamShard:
+def _alone(p: nn.Parameter, master: Tensor, master_at: Address, states_at: Address | None) -> ParamShard:
     """Return the shard of a parameter with its own master tensor, which all data ranks have."""
-    return ParamShard(
-        parameter=parameter,
-        master=master,
-        offset=0,
-        start=0,
-        numel=parameter.numel(),
-        master_at=master_at,
-        states_at=states_at,
-        replicated=True,
-    )
+    addresses = {"master_at": master_at, "states_at": states_at}
+    return ParamShard(parameter=p, master=master, numel=p.numel(), replicated=True, **addresses)
 
 
 def _partitioned(
