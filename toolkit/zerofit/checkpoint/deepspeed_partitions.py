@@ -47,6 +47,7 @@ def add_flat_groups(files: DeepSpeedFiles, mp: int, parts: Parts) -> None:
 def _lost_partition(files: DeepSpeedFiles, mp: int) -> dict[str, Any]:
     """Return sizes and kinds of a lost file's tensors, which are the same on all ranks."""
     _, state = files.model(mp)
+    # Without a module there are no weights to copy. With experts, each rank has other ones, so no copy is complete.
     if state.get("num_experts") or not state.get("module"):
         raise incomplete(files.folder, f"{', '.join(files.lost(mp).values())} is missing", MISSING)
     known = next(name for (rank, _), name in files.optimizers.items() if rank == mp)
@@ -80,7 +81,7 @@ def partitioned_groups(files: DeepSpeedFiles, stage_three: bool) -> list[Paramet
             own = entry["params"] if stage_three else [number]  # at stage 3 a group has sub-groups
             names = [name for member in own if member < len(shapes) for name in shapes[member]]
             settings = {key: value for key, value in entry.items() if key != "params"}
-            if number < len(groups):
+            if number < len(groups):  # started by an earlier stage, which listed only its own parameters
                 names = [*groups[number].names, *(n for n in names if n not in groups[number].names)]
                 groups[number] = ParameterGroup(names, settings)
             else:
@@ -236,6 +237,7 @@ def _add_frozen_partitions(files: DeepSpeedFiles, mp: int, ranks: list[int], par
             if numel > 0 and frozen not in parts.ties:
                 where = {MASTER: files.at(name, ["frozen_param_fragments", frozen])}
                 parts.add(mp, frozen, tuple(shape), dp * share, numel, where)
+        # the first rank's buffers count, as in DeepSpeed's zero_to_fp32.py
         for buffer in state.get("buffer_names") or []:
             if buffer in state["module"]:
                 parts.buffers.setdefault(buffer, SavedBuffer(buffer, files.at(name, []).file, ["module", buffer]))

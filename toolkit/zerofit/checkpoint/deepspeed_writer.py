@@ -102,6 +102,7 @@ class _TargetWriter:
             offset += numel
 
     def step(self) -> Tensor:
+        # torch's optimizers keep the step as a float32 tensor
         return torch.tensor(float(self.state.counters["step"] or 0))
 
     def loss_scaling(self) -> dict[str, object]:
@@ -166,6 +167,7 @@ def _model_states(writer: _TargetWriter) -> dict[str, object]:
         "frozen_param_shapes": None,
         "shared_params": dict(writer.state.ties),
         "frozen_param_fragments": None,
+        # for a checkpoint of zerofit `_opened` has set the first
         "lr_scheduler": counters.get("schedule") or counters["lr_scheduler"],
         "data_sampler": None,
         "random_ltd": None,
@@ -218,6 +220,7 @@ def _partition(writer: _TargetWriter, rank: int, release: str) -> dict[str, obje
         "clip_grad": 0.0,
         "base_optimizer_state": {
             "state": states,
+            # at these stages, torch's optimizer has one flat parameter for each group
             "param_groups": [group.settings | {"params": [n]} for n, group in enumerate(writer.groups)],
         },
         "single_partition_of_fp32_groups": masters,
@@ -251,6 +254,7 @@ def _unpartitioned(writer: _TargetWriter) -> dict[str, Any]:
     if writer.target.dtype == torch.float32:
         return base
     scaling = writer.loss_scaling()
+    # this optimizer saves the scaler's numbers one by one, and no object
     scale = {"cur_iter": writer.state.counters["global_steps"]} | vars(scaling.pop("loss_scaler")) | scaling
     return scale | {"optimizer_state_dict": base, "fp32_groups": masters}
 
@@ -266,6 +270,7 @@ def _write_stage_three(writer: _TargetWriter, common: dict[str, object], folder:
     shapes = [{name: torch.Size(state.shape(name)) for name in names} for _, names in subs]
     model = common | {"module": module | {name: state.buffer(name) for name in state.buffers}, "param_shapes": shapes}
     model |= {"frozen_param_shapes": frozen or None}
+    # at stage 3, torch's optimizer has one flat parameter for each sub-group
     numbered = [
         group.settings | {"params": [i for i, (owner, _) in enumerate(subs) if owner == n]}
         for n, group in enumerate(writer.groups)

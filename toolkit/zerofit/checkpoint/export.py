@@ -160,6 +160,7 @@ def export_foreign(
         names = "so parameters keep the checkpoint's names (`ckpt export --model FOLDER` uses FOLDER's config.json)"
         report.note(f"{found.path} has no config.json, {names}")
     if folder:
+        # built for its names, shapes and ties, which the files may lack
         with models_say("--model"), torch.device("meta"):
             model = build(replace(find(str(folder.absolute())), pretrained=None), None, {})
     else:
@@ -214,7 +215,7 @@ def _write_foreign_adapters(state: FullState, source: Path, out: Path, dtype: Pr
     names = {}
     for name in state.names:
         owner, _, rest = name.partition(".modules_to_save.")
-        if rest:
+        if rest:  # begins with the adapter's name, which peft adds when it loads
             names[name] = f"{owner}.{rest.partition('.')[2]}"
         elif match := ADAPTER_NAME.fullmatch(name):
             names[name] = match[1] + (match[2] or "")  # embeddings have no ".weight"

@@ -108,6 +108,7 @@ def _in_folder(path: Path) -> Iterator[Foreign]:
     # The order of the formats matters: next to DeepSpeed's files, the Trainer also writes weights in 16 bits.
     tags = [folder for folder in folders if _has_states(folder) and not _is_universal(folder)]
     for tag in tags:
+        # Lightning names the tag "checkpoint", in a folder that is named like a file
         lightning = path.suffix == ".ckpt" or tag.name == "checkpoint"
         program = "Lightning (DeepSpeed)" if lightning else by % "DeepSpeed"
         root = path if len(tags) == 1 else tag  # one of several checkpoints is named by its own folder
@@ -182,6 +183,7 @@ def other_format(path: Path) -> str | None:
         return next((text for pattern, text in OTHERS.items() if any(path.glob(pattern))), None)
     try:
         with path.open("rb") as file:
+            # a tar's header has 512 bytes; a web page may begin with blank lines
             head = file.read(512).lstrip()
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:

@@ -183,6 +183,7 @@ class FullState:
         for name in self.names:
             shard = self._shards_of(name)[0]
             known = shard.where[MASTER].dtype
+            # no elements are read, only the type
             dtypes.append(getattr(torch, known) if known else self._stored(shard, MASTER, 0, 0).dtype)
         return reduce(wider, dtypes)
 
@@ -266,6 +267,7 @@ class FullState:
         if (shape := self._buffers[name][0].full) is not None:
             return self._joined(name, shape)
         copies = [self._tensor(entry) for entry in self._buffers[name]]
+        # counters, such as batch norm's num_batches_tracked, have no mean
         if not copies[0].is_floating_point() or all(torch.equal(copies[0], other) for other in copies[1:]):
             return copies[0].clone()
         if any(tensor.shape != copies[0].shape for tensor in copies):
@@ -396,6 +398,7 @@ def _full_name(prefix: str, own: bool, name: str) -> str:
 
 def _by_cut(shards: list[Shard]) -> dict[TensorSlice | None, list[Shard]]:
     shares: dict[TensorSlice | None, list[Shard]] = defaultdict(list)
+    # sorted, since `_tiles` compares each stretch with the end of the one before
     for shard in sorted(shards, key=lambda s: s.start):
         shares[shard.cut].append(shard)
     return shares
@@ -417,7 +420,7 @@ def _tiles(stretches: list[tuple[int, int]], total: int) -> bool:
     """Return whether sorted (start, length) ranges cover 0 to `total` without gaps and overlaps."""
     end = 0
     for start, length in stretches:
-        if start != end or length <= 0 < total:
+        if start != end or length <= 0 < total:  # only a tensor without elements has an empty stretch
             return False
         end += length
     return end == total

@@ -81,6 +81,7 @@ def convert(
         for engine, state in states.items():
             for written in _write_engine(sources[engine], state, ranks, staging / tags[engine], report):
                 wrote(written)
+        # of a GAN's two engines only the discriminator is found by itself; a script names the other's tag
         (staging / "latest_universal").write_text(tag)
     parameters = sum(state.numel(name) for state in states.values() for name in state.names)
     return ConvertResult(out=out, tag=tag, parameters=parameters, bytes=total)

@@ -102,6 +102,7 @@ def solve_by_rank(asked: str, given: Mapping[str, Any], dp: int, place: str, whe
     """
     micros = micro_batches_of(asked)
     if not micros:
+        # until the speeds are known, memory is forecast for the largest micro batch that a rank may get
         batch = solve(given, dp, 1, where, problems)
         return replace(batch, by_rank=(batch.micro,) * dp, limit=MOST_TIMES * batch.micro if dp > 1 else batch.micro)
     if len(micros) != dp:

@@ -185,6 +185,7 @@ def _merge(request: RunRequest, config: Mapping[str, object], ds_place: str, pro
             value = 1  # as in DeepSpeed
         if field in (*SIZES, *DEGREES) and isinstance(value, float):
             value = int(value)  # the checker accepts 16.0
+        # a default has no place, and contradicts nothing
         from_run = getattr(request.run, field) if field in request.places else None
         if from_run is not None and value is not None and from_run != value:
             message = f"{field} is {from_run} in {request.place(field)} but {value} in {ds_place}: {path}"
@@ -259,7 +260,7 @@ def _filled(
             "activation_checkpointing": run.activation_checkpointing or offloaded,
             "activation_offload": offloaded,
             "compile": run.compile or get(config, "compile.deepcompile") is True,
-            "optimizer": optimizer if optimizer in OPTIMIZERS else None,
+            "optimizer": optimizer if optimizer in OPTIMIZERS else None,  # None: the JSON's own type stays
             "lr": merged.get("lr"),
             "momentum": merged.get("momentum", defaults.get("momentum")),
             "weight_decay": merged.get("weight_decay", defaults.get("weight_decay")),

@@ -119,6 +119,7 @@ def read_text(path: Path) -> tuple[str, str]:
 
     Raises OSError, and SyntaxFault with the position of a byte that is not text.
     """
+    # one byte more than allowed tells that a file is too large: a pipe has no size to ask for
     raw = sys.stdin.buffer.read(LARGEST + 1) if str(path) == "-" else path.open("rb").read(LARGEST + 1)
     if len(raw) > LARGEST:
         raise OSError(f"more than {LARGEST:,} bytes, too large for a DeepSpeed JSON")
@@ -145,7 +146,7 @@ def parse_text(text: str, *, yaml: bool = False) -> Document:
         if document := _as_yaml(text, yaml):
             return document
         if yaml and len(text) <= LARGEST_YAML:
-            parse_yaml(text)
+            parse_yaml(text)  # raises: in a YAML file, the position in the YAML is the one that helps
         # A text that begins with a brace or a comment is not meant as YAML, so its error is reported for JSON.
         braces = text.lstrip().startswith(("{", "#", "/"))
         kind = YAML if not braces and re.match(r"\s*(---|[A-Za-z_]+:)", text) else ""

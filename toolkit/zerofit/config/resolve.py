@@ -204,7 +204,7 @@ def reasons(
         "precision": decision.run.precision,
         "params_why": OPTIMIZERS.get(decision.run.optimizer or "", ADAMW).params_why,
     }
-    missing = object()
+    missing = object()  # null is a value that a file can have
     return [
         {"path": path, "value": value, "why": REASONS.get(path, "").format(**words)}
         for path, value in leaves(resolved)

@@ -48,6 +48,7 @@ def check_combination(layout: Layout, config: Mapping[str, object], problems: Pr
         if not feature.combined:
             message = f"{feature.path} with {used} {UNVERIFIED}"
             problems.add("layout", message, f"remove the key, or {instead}{used}", feature.path)
+    # of these blocks only the degree is read: the split follows transformers' plans, or zerofit's for experts
     for block, degree in (("tensor_parallel", "autotp_size"), ("expert_parallel", "autoep_size")):
         for key in set(get(config, block) or {}) - {"enabled", degree}:
             message = f"{block}.{key} with {used}: zerofit splits the layers itself"
@@ -57,6 +58,7 @@ def check_combination(layout: Layout, config: Mapping[str, object], problems: Pr
 
 
 def _check_experts(layout: Layout, problems: Problems) -> None:
+    # ranks that share a layer's experts are data and sequence parallel ranks, which have equal weights otherwise
     name, others = f"--expert-parallel {layout.ep}", layout.dp * layout.sp
     if layout.tp > 1:
         message = f"{name} with --tensor-parallel {layout.tp}: DeepSpeed only counts the experts of the first tensor "
@@ -109,7 +111,7 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
         _check_expert_model(layout, run, facts, problems)
     check_images(run, layout, facts, problems)
     check_layers(run, layout, facts, problems)
-    if has_head(facts.task) or facts.task == "seq2seq-lm":
+    if has_head(facts.task):
         _check_pairs(run, layout, facts, problems)
     check_weighted(run, facts, problems)
     if facts.packed:
@@ -158,10 +160,10 @@ def _check_pairs(run: Run, layout: Layout, facts: ModelFacts, problems: Problems
     degrees = {"--tensor-parallel": layout.tp, "--sequence-parallel": layout.sp, "--pipeline": layout.pp}
     degrees["--expert-parallel"] = layout.ep
     for name, degree in degrees.items():
-        if degree > 1 and has_head(facts.task):
+        if degree > 1:
             message = f"{name} {degree} is not supported for {what}: it was not verified with a head and padded samples"
             problems.add("layout", message, f"leave {name} at 1; use ZeRO stages 1 to 3 and offload instead", name)
-    if run.loss_chunk and has_head(facts.task):
+    if run.loss_chunk:
         message = f"--loss-chunk {run.loss_chunk}: {what} has too few logits to save memory"
         problems.add("loss", message, "leave it out", "--loss-chunk")
 
@@ -182,7 +184,9 @@ def _check_packing(run: Run, layout: Layout, facts: ModelFacts, problems: Proble
 
 def _check_tensor_parallel(layout: Layout, run: Run, facts: ModelFacts, problems: Problems) -> None:
     name, degree = "--tensor-parallel", layout.tp
+    # Combined with another degree, zerofit splits the layers by transformers' plans, which fewer model types have.
     fitting = TENSOR_PLAN_TYPES if layout.combined else TENSOR_PARALLEL_TYPES
+    # without heads no layout helps, so `_check_heads` has the better message
     if facts.attention_heads is not None and (facts.own or facts.model_type not in fitting):
         others = " with another kind of parallelism" if layout.combined else ""
         what = f"zerofit does not support DeepSpeed's AutoTP for {facts.model_type or run.model}"
@@ -242,6 +246,7 @@ def _check_expert_model(layout: Layout, run: Run, facts: ModelFacts, problems: P
 
 def check_machine(run: Run, layout: Layout, machine: Machine, problems: Problems) -> None:
     """Check the run against the local devices."""
+    # CPU ranks may share cores, so that any number of them is allowed
     if machine.accelerator == "cuda" and layout.world_size > machine.devices:
         message = f"--ranks {layout.world_size} on {machine.devices} GPU(s): NCCL needs one GPU per rank"
         problems.add("ranks", message, f"use --ranks {machine.devices} or less", "--ranks")
@@ -263,6 +268,7 @@ def check_averages(run: Run, layout: Layout, config: Mapping[str, object], probl
             message = f"--ema with {name} {degree}: averages only work with data parallelism, at ZeRO 0 to 3"
             problems.add("layout", message, f"set {name} to 1, or remove --ema", "--ema")
     apart = [feature.path for feature in features_on(config) if not feature.averaged]
+    # a value of a key that works with averages: on NVMe, master weights lie in files between two steps
     apart += ["offload_optimizer.device"] * (get(config, "zero_optimization.offload_optimizer.device") == "nvme")
     for path in apart:
         message = f"--ema with {path}: averages need float32 master weights in memory after each step"
@@ -315,6 +321,7 @@ def part_flag(run: Run) -> str | None:
 def check_part(run: Run, layout: Layout, config: Mapping[str, object], problems: Problems) -> None:
     """Check that adapters, frozen weights and the layout can be combined."""
     fields = type(run).model_fields
+    # run.json has every field, so only another value than the default shows that somebody asked for it
     of_lora = [name for name in (*LORA_FIELDS, "dora", "rslora") if getattr(run, name) != fields[name].default]
     if run.lora is None and of_lora:
         named = ", ".join(map(flag, of_lora))

@@ -35,6 +35,7 @@ from zerofit.spec.run import Run
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, IterableDatasetDict
 
+# in this order: a set with both has the split `test` for a last evaluation, which training must not see
 VALID_SPLITS = ("validation", "valid", "dev", "test")
 ROWS = 256  # rows read at a time
 _BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # by suffix

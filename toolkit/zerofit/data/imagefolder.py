@@ -137,6 +137,7 @@ class FolderImages(LabelledDataset):
             "gan": [v2.Resize(self.size), v2.CenterCrop(self.size), v2.RandomHorizontalFlip()],
         }
         transform = v2.Compose([*steps[self.style], v2.PILToTensor()])
+        # torchvision draws from torch's generator, whose other users (dropout) must not depend on the loading
         with torch.random.fork_rng(devices=[]):
             pixels = torch.stack([self._pixels(i, key, transform) for i, key in zip(indices, keys, strict=True)])
         mean, std = self.scaling.tensors()
@@ -184,6 +185,7 @@ def _image_files(root: Path, folder: Path, classes: list[str], others: Counter[s
     if unknown:
         message = f"{folder} has classes that the training images lack: {', '.join(unknown[:20])}"
         raise data_error("unknown-class", message, "remove these folders, or add training images for them")
+    # sorted below, since folders are listed in any order, and all ranks need the same
     files = [
         ImageFile(name=str(Path(path).relative_to(root)), label=label, stamp=(stat.st_size, stat.st_mtime_ns))
         for label, name in enumerate(classes)
@@ -313,7 +315,8 @@ def decode_all(text: str, files: Sequence[T], decode: Callable[[T], R], progress
     results = []
     with (
         progress.task(text, len(files), "images") as task,
-        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,  # decoders release the interpreter's lock
+        # threads, since decoders release the interpreter's lock; the process may use fewer cores than the machine has
+        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
         warnings.catch_warnings(action="ignore"),
     ):
         for result in pool.map(decode, files):

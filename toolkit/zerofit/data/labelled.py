@@ -202,6 +202,7 @@ def _class_order(name: str, names: list[str], known: Sequence[str]) -> list[str]
         hint = "set --label-field to another field; regression is not supported"
         raise UserError(Problem(kind="data-classes", message=message, hint=hint, where="--label-field"))
     numeric = all(class_name.removeprefix("-").isdecimal() for class_name in names)
+    # by value, so that 10 comes after 9; each class then has its own number as id where these are 0, 1, 2, ...
     classes = sorted(names, key=lambda class_name: (int(class_name) if numeric else 0, class_name))
     if not 2 <= len(classes) <= MOST_CLASSES:
         message = f"--data {name} has {counted(len(classes), 'class')}; 2 to {MOST_CLASSES:,} are supported"

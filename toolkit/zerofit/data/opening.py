@@ -138,6 +138,7 @@ def split_name(data: str) -> tuple[str, str]:
 
 def _kinds_of_folder(path: Path, data: str) -> str:
     """Return the data names that fit a folder, by its first files."""
+    # a part of the files is enough to tell: a folder may have millions
     suffixes = {file.suffix for file in islice(path.rglob("*"), 1000)}
     if suffixes & {".parquet", ".arrow", ".jsonl", ".json", ".csv"} and not suffixes & SUFFIXES:
         return f"hf:{data}"

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 SKIPPED_BYTES = 1 << 20  # bytes to skip at a time
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 LARGEST_CELL = 1 << 24  # characters; Python's limit of 131,072 is less than a long text
+# Excel and Windows' editors write it before the text, where `json` and `csv` would take it for a character
 MARK = b"\xef\xbb\xbf"  # UTF-8's byte order mark
 # Files named .txt or .jsonl can have any format, so the content decides: the first bytes of a file, its type, and how
 # to read or convert it.
@@ -55,7 +56,7 @@ def open_plain(path: Path) -> IO[bytes]:
     """
     try:
         with path.open("rb") as file:
-            head = file.read(6)
+            head = file.read(6)  # the content decides, since suffixes are often missing or wrong
         opener = next((opener for start, opener in _DECOMPRESSED.items() if head.startswith(start)), None)
         if opener is None:
             return path.open("rb")

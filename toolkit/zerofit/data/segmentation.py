@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 UNLABELLED = 255  # mask value of pixels without a class
-SMALLEST = 0.25  # minimum share of an image in a random crop
+# minimum share of an image in a random crop; torchvision's 0.08 is meant for images of one class
+SMALLEST = 0.25
 USUAL_SIZE = 256
 HINT = "use segmentation:PATH with PATH/images/NAME.jpg and PATH/masks/NAME.png, or these in PATH/train and PATH/val"
 

@@ -58,6 +58,7 @@ def open_synthetic_images(name: str, run: Run, task: Task, progress: Reporter) -
 def open_synthetic_table(name: str, run: Run, progress: Reporter) -> Data:
     """Open rows of 10 numbers around the centers of 10 classes (N with `synthetic:N`)."""
     classes = _size(name, default=10, what="classes")
+    # Philox, since the same seed must give the same rows in all processes and on all machines
     generator = np.random.Generator(np.random.Philox(key=run.seed))
     centers = generator.standard_normal((classes, FEATURES))
     labels = generator.integers(classes, size=ROWS)

@@ -102,6 +102,7 @@ def _read_csv(path: Path, column: str) -> _Table:
     file, delimiter = open_cells(path)
     with file:
         reader = csv.reader(file, delimiter=delimiter)
+        # line_num, and not the number of the row: a quoted cell may have line breaks
         lines = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(map(str.strip, row))]
     if not lines:
         raise ValueError("it is empty")
@@ -110,6 +111,7 @@ def _read_csv(path: Path, column: str) -> _Table:
     named = all(_number(cell) is None for cell in first) or (column in first and _number(column) is None)
     names = first if named else [str(n) for n in range(1, len(first) + 1)]
     label = _label_column(path, names, column)
+    # columns of words first, otherwise every row would be reported as broken
     _refuse_words(path, names, label, [row for _, row in lines[named:] if len(row) == len(names)])
     rows, line_numbers, broken = [], [], []
     for line, row in lines[named:]:
@@ -143,6 +145,7 @@ def _read_npy(path: Path, column: str) -> _Table:
     finite = np.isfinite(array).all(axis=1)
     return _Table(
         features=np.delete(array[finite], label, axis=1),
+        # 17 digits tell any two float64 numbers apart
         classes=[f"{value:.17g}" for value in array[finite, label]],
         label=names[label],
         lines=[int(row) + 1 for row in np.flatnonzero(finite)],

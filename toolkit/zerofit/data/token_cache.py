@@ -53,7 +53,7 @@ class SplitWriter:
         self._files = {part: (folder / f"{split}.{part}").open("wb") for part in dtypes}
         self._ends = dict.fromkeys(starts, 0)
         for part in starts:
-            self.put(part, np.zeros(1))
+            self.put(part, np.zeros(1))  # where the first sample starts
 
     def put(self, part: str, values: np.ndarray) -> None:
         """Append numbers to a part."""
@@ -74,6 +74,7 @@ class SplitWriter:
 
 def write_meta(folder: Path, facts: dict[str, object]) -> None:
     """Write meta.json, with the sizes of the other files in the folder."""
+    # the file that `read_meta` looks for is written last, when the sizes of all others are final
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     write_text(folder / "meta.json", json.dumps({**facts, "sizes": sizes}))
 
