@@ -26,11 +26,10 @@ def batch_norms(model: nn.Module) -> list[BatchNorm]:
     return [module for module in model.modules() if isinstance(module, BatchNorm)]
 
 
-def synchronize_batch_norms(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+def synchronize_batch_norms(model: nn.Module) -> None:
     """Make all batch norms of a model use the statistics of all ranks during training.
 
-    The ranks are those of `group`. Statistics are float32 for any input dtype. The model is changed in place, and its
-    names stay the same.
+    Statistics are float32 for any input dtype. The model is changed in place, and its names stay the same.
     """
 
     def forward(self: BatchNorm, x: Tensor) -> Tensor:
@@ -38,7 +37,7 @@ def synchronize_batch_norms(model: nn.Module, group: dist.ProcessGroup | None = 
         bias = None if self.bias is None else self.bias.float()
         if not self.training and self.running_mean is not None:
             return functional.batch_norm(x, self.running_mean, self.running_var, weight, bias, False, 0.0, self.eps)
-        out, mean, var, count = _Synchronized.apply(x, weight, bias, self.eps, group)
+        out, mean, var, count = _Synchronized.apply(x, weight, bias, self.eps)
         if self.training and self.running_mean is not None:
             _update_running(self, mean, var, count)
         return out
@@ -61,7 +60,6 @@ def _update_running(norm: BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -
 
 
 class _SharedContext(Context, Protocol):
-    group: dist.ProcessGroup | None
     biased: bool
 
 
@@ -78,16 +76,11 @@ class _Synchronized(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _SharedContext,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        group: dist.ProcessGroup | None,
+        ctx: _SharedContext, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        mean, var, count = _shared_statistics(x, group)
+        mean, var, count = _shared_statistics(x)
         ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt(), count)
-        ctx.group, ctx.biased = group, bias is not None
+        ctx.biased = bias is not None
         out = functional.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
         ctx.mark_non_differentiable(mean, var, count)
         return out, mean, var, count
@@ -95,7 +88,7 @@ class _Synchronized(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: _SharedContext, gradient: Tensor, *_: object
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, weight, mean, inverse, count = ctx.saved_tensors
         over, shape = [d for d in range(x.dim()) if d != 1], [1, -1, *[1] * (x.dim() - 2)]
         slopes, centered = gradient.float(), x.float() - mean.view(shape)
@@ -103,26 +96,26 @@ class _Synchronized(torch.autograd.Function):
         # the gradients of weight and bias are this rank's, since the engine adds up those of all ranks
         of_weight = None if weight is None else sums[1] * inverse
         of_bias = sums[0].clone() if ctx.biased else None
-        if _ranks(ctx.group) > 1:
-            dist.all_reduce(sums, group=ctx.group)
+        if _ranks() > 1:
+            dist.all_reduce(sums)
         sums /= count
         scale = inverse if weight is None else inverse * weight
         correlation = (sums[1] * inverse.square()).view(shape)
         of_x = (slopes - sums[0].view(shape) - centered * correlation) * scale.view(shape)
-        return of_x.to(x.dtype), of_weight, of_bias, None, None
+        return of_x.to(x.dtype), of_weight, of_bias, None
 
 
-def _shared_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
+def _shared_statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean, biased variance and number of values per channel over all ranks, float32."""
     over = [d for d in range(x.dim()) if d != 1]
     var, mean = torch.var_mean(x.float(), over, correction=0)
     count = mean.new_full((1,), x.numel() // x.shape[1])
-    if (ranks := _ranks(group)) == 1:
+    if (ranks := _ranks()) == 1:
         return mean, var, count
     # one collective for all three, since each costs a round of latency
     local = torch.cat([mean, var, count])
     gathered = local.new_empty(ranks * len(local))
-    dist.all_gather_into_tensor(gathered, local, group=group)
+    dist.all_gather_into_tensor(gathered, local)
     means, variances, counts = gathered.view(ranks, -1).split([len(mean), len(var), 1], dim=1)
     count = counts.sum(0)
     mean = (means * counts).sum(0) / count
@@ -130,5 +123,5 @@ def _shared_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tens
     return mean, var, count
 
 
-def _ranks(group: dist.ProcessGroup | None) -> int:
-    return dist.get_world_size(group) if dist.is_initialized() else 1
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1

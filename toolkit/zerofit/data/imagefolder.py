@@ -20,7 +20,7 @@ from zerofit.data.cache import cache_errors, waiting_lock
 from zerofit.data.hashing import held_out_limit, name_hash, text_digest
 from zerofit.data.image_sources import Scaling
 from zerofit.models.inputs import ImageInputs
-from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.errors import UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import atomic_write, cache_root, write_text
 from zerofit.spec.model_facts import Task
@@ -86,7 +86,7 @@ def open_imagefolder(name: str, run: Run, task: Task, progress: Reporter) -> Dat
         raise UserError(_one_class(folders[0] / classes[0]))
     bad = _unreadable(root, [file for part in files for file in part], progress)
     if bad and not run.skip_bad:
-        raise UserError(bad_images(f"cannot decode {counted(len(bad), 'image')} in {root}", root, bad))
+        raise bad_images(f"cannot decode {counted(len(bad), 'image')} in {root}", root, bad)
     files = [[file for file in part if file.name not in bad] for part in files]
     train, valid = files if len(files) == 2 else split_by_name(files[0], lambda file: file.name)
     for part, images_of_part in (("training", train), ("validation", valid)):
@@ -325,12 +325,12 @@ def decode_all(text: str, files: Sequence[T], decode: Callable[[T], R], progress
     return results
 
 
-def bad_images(what: str, root: Path, bad: dict[str, str]) -> Problem:
-    """Return a problem that names the first bad files, with reasons, after the words `what`."""
+def bad_images(what: str, root: Path, bad: dict[str, str]) -> UserError:
+    """Return an error that names the first bad files, with reasons, after the words `what`."""
     named = [f"{root / name}: {reason}" for name, reason in sorted(bad.items())[:NAMED]]
     unnamed = f"; and {len(bad) - NAMED} more" if len(bad) > NAMED else ""
     message = f"{what}: {'; '.join(named)}{unnamed}"
-    return Problem(kind="bad-image", message=message, hint="--skip-bad skips and counts them", where="--data")
+    return data_error("bad-image", message, "--skip-bad skips and counts them")
 
 
 def short_reason(error: Exception, path: Path | None = None) -> str:

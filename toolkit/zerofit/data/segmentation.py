@@ -26,7 +26,6 @@ from zerofit.data.imagefolder import (
     split_folders,
 )
 from zerofit.models.inputs import SegmentationInputs
-from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import cache_root, write_text
 from zerofit.spec.model_facts import IGNORE_INDEX, Task
@@ -107,13 +106,13 @@ def open_segmentation(name: str, run: Run, task: Task, progress: Reporter) -> Da
     parts = [_pairs(root, folder) for folder in split_folders(root)]
     classes, bad = _checked(root, [pair for part in parts for pair in part], progress)
     if bad and not run.skip_bad:
-        raise UserError(bad_images(f"{len(bad)} bad images or masks", root, bad))
+        raise bad_images(f"{len(bad)} bad images or masks", root, bad)
     good = [[pair for pair in part if pair.image not in bad] for part in parts]
     train, valid = good if len(good) == 2 else split_by_name(good[0], lambda pair: pair.image)
     for what, part in (("training", train), ("validation", valid)):
         if not part:
             message = f"{root} has no readable {what} images with masks"
-            raise UserError(Problem(kind="empty-data", message=message, hint=HINT, where="--data"))
+            raise data_error("empty-data", message, HINT)
     if classes < 2:
         message = f"the masks in {root} have only one class, so there is nothing to learn"
         raise data_error("data-classes", message, "mask values are classes from 0; 255 means no class")
@@ -134,12 +133,12 @@ def _pairs(root: Path, folder: Path) -> list[MaskedImage]:
     for folder_of_files in (images, masks):
         if not folder_of_files.is_dir():
             message = f"--data segmentation: {folder_of_files} is not a folder"
-            raise UserError(Problem(kind="data-missing", message=message, hint=HINT, where="--data"))
+            raise data_error("data-missing", message, HINT)
     files = sorted(f for f in images.iterdir() if f.suffix.lower() in SUFFIXES and is_own(f.name))
     missing = [file.name for file in files if not (masks / f"{file.stem}.png").is_file()]
     if missing:
         message = f"{len(missing)} images in {images} have no mask: {', '.join(missing[:NAMED])}"
-        raise UserError(Problem(kind="data-missing", message=message, hint=HINT, where="--data"))
+        raise data_error("data-missing", message, HINT)
     prefix = folder.relative_to(root)
     return [MaskedImage(image=str(prefix / "images" / f.name), mask=str(prefix / f"masks/{f.stem}.png")) for f in files]
 
