@@ -83,7 +83,7 @@ def open_imagefolder(name: str, run: Run, task: Task, progress: Reporter) -> Dat
     others = Counter[str]()
     files = [_image_files(root, folder, classes, others) for folder in folders]
     if len(classes) == 1 and files[0] and task != "gan":
-        raise UserError(_one_class(folders[0] / classes[0]))
+        raise _one_class(folders[0] / classes[0])
     bad = _unreadable(root, [file for part in files for file in part], progress)
     if bad and not run.skip_bad:
         raise bad_images(f"cannot decode {counted(len(bad), 'image')} in {root}", root, bad)
@@ -169,14 +169,14 @@ def _class_names(folder: Path) -> list[str]:
     return names
 
 
-def _one_class(folder: Path) -> Problem:
-    """Return the problem of a data set whose only class is this folder."""
+def _one_class(folder: Path) -> UserError:
+    """Return the error for a data set whose only class is this folder."""
     message = f"{folder.parent} has 1 class ({folder.name}), so there is nothing to learn"
     inner = [entry.name for entry in os.scandir(folder) if entry.is_dir() and is_own(entry.name)]
     hint = "use one folder per class, PATH/CLASS/*.jpg"
     if len(inner) > 1:  # an archive's own folder
         hint = f"its folders are the classes? use imagefolder:{folder}"
-    return Problem(kind="data-classes", message=message, hint=hint, where="--data")
+    return data_error("data-classes", message, hint)
 
 
 def _image_files(root: Path, folder: Path, classes: list[str], others: Counter[str]) -> list[ImageFile]:
