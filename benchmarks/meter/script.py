@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -46,7 +47,7 @@ def metered(task: ScriptTask) -> dict[str, Any]:
     _loaded_here()
     announce_generation(log)
     with suppress(ScriptStop):
-        ScriptPhases(log, task.steps).cut()
+        ScriptPhases(log, task.steps, _nothing, _nothing, _nothing, _call).cut()
         _run(command)
     log.end()
     return {"phases": [asdict(phase) for phase in log.done]}
@@ -92,6 +93,14 @@ def _run(command: ScriptCommand) -> None:
     sys.argv = [command.script, *command.arguments]
     sys.path.insert(0, str(Path(command.script).resolve().parent))
     runpy.run_path(command.script, run_name="__main__")
+
+
+def _nothing(*_: object) -> None:
+    """Note no models and batches: the meter needs phases alone."""
+
+
+def _call(method: Callable[..., object], module: object, args: Sequence[object], kwargs: dict[str, object]) -> object:
+    return method(module, *args, **kwargs)
 
 
 def _loaded_here() -> None:
