@@ -54,6 +54,10 @@ PATCHES = {
     "eight_bits": ([], []),
     "moments_of_eight_bits": ([], []),
     "tensor_values": (["torch:Tensor.numpy", "torch:Tensor.tolist", "torch:Tensor.__format__"], []),
+    "lbfgs": (
+        ["torch.optim:LBFGS.step", "torch.optim:LBFGS._gather_flat_grad"],
+        [Reason("torch.optim.lbfgs", "LBFGS.step", "self closure", "if ys > 1e-10:")],
+    ),
     "equality": (["torch:equal", "torch:Tensor.equal"], []),
     "nested_lengths": (
         ["torch._subclasses.fake_tensor:FakeTensorMode.create_symbolic_nested_int"],

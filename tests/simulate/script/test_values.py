@@ -361,3 +361,34 @@ def test_ops_without_shape_rules_in_torch(folder):
     most = f"- before <= {kept} + 8192"
     text = WITHOUT_RULES.replace('print("kept", ', f"assert {kept} <= ").replace("- before)", most)
     assert facts(simulated(text, gpus=1)).facts.ended == "stopped after 2 optimizer steps"
+
+
+SECOND_ORDER = """\
+import sys, torch
+
+net = torch.nn.Linear(256, 256, bias=False).cuda()
+search = {"constant": None}.get(sys.argv[2], sys.argv[2])
+optimizer = torch.optim.LBFGS(net.parameters(), history_size=int(sys.argv[1]), line_search_fn=search)
+calls = 0
+
+def closure():
+    global calls
+    calls += 1
+    optimizer.zero_grad()
+    loss = net(torch.randn(4, 256, device="cuda")).square().mean()
+    loss.backward()
+    return loss
+
+for step in range(3):
+    optimizer.step(closure)
+    assert calls <= 25 * (step + 1) and optimizer.state[net.weight]["n_iter"] == 20 * (step + 1)
+"""
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("search", ["constant", "strong_wolfe"])
+def test_the_history_of_lbfgs_is_full(search):
+    """Each update needs two copies of the parameters; 20 iterations of a step are more than 4 updates, not 100."""
+    short, long = (simulated(SECOND_ORDER, f"python train.py {size} {search}", gpus=1) for size in (4, 100))
+    assert long.peak_bytes - short.peak_bytes == pytest.approx(96 * 2 * 4 * 256**2, rel=1e-3)
+    assert not facts(short).is_upper_bound and facts(long).is_upper_bound

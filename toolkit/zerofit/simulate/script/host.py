@@ -10,10 +10,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
+import math
 import os
 import sys
 from collections.abc import Callable
 from typing import Any, cast
+from unittest.mock import patch
 
 import numpy
 import torch
@@ -27,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.ops.tracker import is_own
 from zerofit.simulate.script.tracker import ScriptTracker, is_real
-from zerofit.simulate.script.values import is_assumed, keep, known_value
+from zerofit.simulate.script.values import is_assumed, keep, known_value, on_host
 from zerofit.spec.memory_kinds import PARAMETERS
 
 _Mixin: Any = vars(nn.parameter)["UninitializedTensorMixin"]  # type stubs lack it
@@ -138,6 +140,51 @@ def tensor_values(meter: ScriptTracker) -> None:
 
     for name, function in (("numpy", to_numpy), ("tolist", to_list), ("__format__", format_as)):
         replace_in(FakeTensor, name, function)
+
+
+def lbfgs(meter: ScriptTracker) -> None:
+    """Let LBFGS make all its iterations, with a full history from the second step on.
+
+    It decides by values: it keeps updates of positive curvature, and stops when little changes. A full history needs
+    twice `history_size` copies of the parameters. (torch.optim.LBFGS: step, _gather_flat_grad; torch/optim/lbfgs.py)
+    """
+    optimizer, dot = torch.optim.LBFGS, Tensor.dot
+    original, gather = optimizer.step, optimizer._gather_flat_grad
+
+    def gathered(self: torch.optim.LBFGS) -> Tensor:
+        flat = gather(self)
+        vars(flat)["_is_gradient"] = True
+        return flat
+
+    # a slope of 0 ends a line search at its first point
+    def product(self: Tensor, other: Tensor) -> Tensor:
+        out = dot(self, other)
+        if isinstance(out, FakeTensor):
+            with on_host():
+                keep(out, torch.tensor(0.0 if "_is_gradient" in vars(self) else 1.0, dtype=out.dtype))
+        return out
+
+    def fill(state: dict[str, Any], size: int) -> None:
+        missing = size - len(state["ro"])
+        if missing > 0:
+            meter.note(f"LBFGS: its history of {size} updates is counted as full", bound=True)
+            for name in ("old_dirs", "old_stps"):
+                state[name] += [state["d"].clone() for _ in range(missing)]
+            state["ro"] += [state["d"].new_ones(()) for _ in range(missing)]
+
+    def step(self: torch.optim.LBFGS, closure: Callable[[], object]) -> object:
+        group, state = self.param_groups[0], self.state[self._params[0]] if self._params else {}
+        if "d" in state:
+            fill(state, group["history_size"])
+        tolerance, group["tolerance_change"] = group["tolerance_change"], -math.inf
+        try:
+            with patch.object(Tensor, "dot", product):
+                return original(self, closure)
+        finally:
+            group["tolerance_change"] = tolerance
+
+    replace_in(optimizer, "_gather_flat_grad", gathered)
+    replace_in(optimizer, "step", step)
 
 
 def equality() -> None:

@@ -173,6 +173,7 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     kernels.missing_shapes(meter)
     host.lazy_modules(meter, partial(_watch, meter))
     host.autocast_types(meter)
+    host.lbfgs(meter)
     host.equality()
     host.higher_order_ops(meter)
     host.addresses()
