@@ -3,7 +3,7 @@
     python benchmarks/unequal.py                 # on a virtual clock: minutes, the same figures on every machine
     python benchmarks/unequal.py --processes     # some of it also in real processes, to hold the clock against
 
-An mlp on scikit-learn's digits. A step of an even rank takes 0.05 s (`zerofit.compare.pace`) and messages take none. On
+An mlp on scikit-learn's digits. A step of an even rank takes 0.05 s (`PACE_S`) and messages take none. On
 the virtual clock every gradient is computed on the weights that its worker had at that time; only the waiting is not
 waited for. Results are kept: what is there already is not measured again.
 """
@@ -27,9 +27,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from zerofit.app.comparing.processes import one_server, run_job
 from zerofit.app.comparing.rows import StrategyRow, strategy_row
-from zerofit.compare.benchmark_task import BenchmarkTask
+from zerofit.compare.benchmark_task import PACE_S, STRAGGLER, BenchmarkTask, pause_s
 from zerofit.compare.job import STRATEGIES, CompareJob
-from zerofit.compare.pace import PACE_S, STRAGGLER, pause_s
 from zerofit.compare.strategies.parameter_server import gradients, set_gradients
 from zerofit.spec.files import write_json
 
