@@ -127,6 +127,7 @@ def _forward_checkpointed(self: nn.Module, *args: object, **kwargs: object) -> o
     run = cast(Callable[..., object], checkpoint)
     if getattr(self, TO_HOST, False):
         run = partial(_on_host, run)
+    # With use_reentrant=True, torch refuses keyword arguments and context_fn (utils/checkpoint.py).
     return run(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 

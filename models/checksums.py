@@ -23,6 +23,8 @@ def part_checksum(name: str, part: Tensor, start: int = 0) -> int:
     key = xxhash.xxh64_intdigest(name_without_adapters(name).encode())
     for first in range(0, flat.numel(), PIECE):
         # sum over elements of (bits + 1) * (odd factor of the element's position and the weight's name), modulo 2^64
+        # Without the added 1, zeros would not count. Odd factors have an inverse modulo 2^64, so a change of one
+        # element always changes the sum.
         piece = flat[first : first + PIECE].contiguous()
         bits = piece.view(_BITS[piece.element_size()]).long() + 1
         positions = torch.arange(start + first, start + first + piece.numel(), device=piece.device)

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 PIXELS = 8  # pixels of an image per latent, in each direction
 PACKED = 2  # latents per token of Flux, in each direction
 STEPS = 1000  # of the noise schedule
+# Two numbers each for the original size, the crop's corner and the target size (`_get_add_time_ids`).
 _IDS = 6  # SDXL's numbers about an image's size and crop
+# CLIP's 77 tokens; for SD 3 also T5's 256; for Flux T5's 512 (`max_sequence_length` in diffusers' pipelines).
 TEXT = {"UNet2DConditionModel": 77, "SD3Transformer2DModel": 333, "FluxTransformer2DModel": 512}  # tokens of a prompt
 
 

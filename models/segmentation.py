@@ -24,5 +24,6 @@ def mean_of_images(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Te
     """
     options = {"ignore_index": IGNORE_INDEX, "reduction": "none", "label_smoothing": smoothing}
     pixels = functional.cross_entropy(logits.float(), labels, **options)
+    # For an image without labels the loss is then 0, and not 0 / 0.
     labelled = (labels != IGNORE_INDEX).sum((1, 2)).clamp_min(1)
     return (pixels.sum((1, 2)) / labelled).sum()

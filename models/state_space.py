@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from zerofit.models.autograd import Context
 
+# From csrc/selective_scan/selective_scan.cpp: n_chunks is the length / 2048, rounded up.
 CHUNK = 2048  # tokens per state that the scan keeps
 _INNER = ("transformers.models.mamba.modeling_mamba",)
 _SCANS = (*_INNER, "transformers.models.falcon_mamba.modeling_falcon_mamba", "transformers.models.jamba.modeling_jamba")
@@ -78,6 +79,7 @@ def selective_scan(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Replace selective_scan_fn. `matrices`: A (dim, states); B, C (batch, states, length)."""
     out, states = _Scan.apply(hidden_states, dt, *matrices, D, z, delta_bias)
+    # As in SelectiveScanFn, the second number of each pair is the state after the last token.
     return (out, states[:, :, -1, 1::2]) if return_last_state else out
 
 

@@ -26,6 +26,7 @@ def tile_mlps(model: nn.Module, tokens: int) -> None:
 
 
 def _forward_tiled(self: nn.Module, x: Tensor) -> Tensor:
+    # The module's own `forward` is this function, so the original is taken from its class.
     run: Callable[[Tensor], Tensor] = types.MethodType(type(self).forward, self)
     if self.training and torch.is_grad_enabled():
         run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)  # no dropout

@@ -283,8 +283,10 @@ def _size_keywords(source: ModelSource, size: int | None) -> ModelArgs:
     name = source.name
     if source.task == "segmentation":
         without = {} if name.startswith("lraspp") else {"aux_loss": False}
+        # By default torchvision downloads ImageNet's weights for the backbone (models/segmentation/fcn.py).
         return {"weights_backbone": None, **without}
     # Without auxiliary heads these models return one tensor, also in training.
+    # If init_weights is None, torchvision warns and uses an older, slow initialization (models/inception.py).
     if name in ("googlenet", "inception_v3"):
         return {"aux_logits": False, "init_weights": False}
     if size is not None and name.startswith("vit_"):

@@ -147,6 +147,7 @@ def published_names(model: nn.Module, saved: list[str]) -> dict[str, str]:
     # peft's naming is only available through its state_dict function. It gets empty marks under our names; the place of
     # each mark in its result is peft's name.
     marks = {name: nn.Parameter() for name, p in model.named_parameters() if p.requires_grad}
+    # With the default "auto", peft may look for the base model's config on the hub (utils/save_and_load.py).
     state = get_peft_model_state_dict(model, marks, ADAPTER, save_embedding_layers=False)
     names = {id(mark): name for name, mark in marks.items()}
     saved_prefixes = tuple(f"{name}." for name in saved)

@@ -67,6 +67,7 @@ def forecast(state: FullState, total: int, out: Path, ranks: int = 1) -> str:
         file.flush()
         os.fsync(file.fileno())
     seconds = (time.monotonic() - start) * total / (4 * len(probe))
+    # On Linux, ru_maxrss is in KiB.
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + 4 * -(-numel // ranks)
     duration = f"about {seconds / 60:.0f} min" if seconds > 60 else "less than a minute"
     return f"forecast: {shown_bytes(total)} of disk, at most {shown_bytes(memory)} of host memory, {duration}"

@@ -217,6 +217,7 @@ def _counters(files: DeepSpeedFiles, state: dict[str, Any]) -> dict[str, Any]:
         "global_steps": int(state.get("global_steps") or 0),
         "skipped_steps": int(state.get("skipped_steps") or 0),
         "global_samples": int(state.get("global_samples") or 0),
+        # torch's schedulers also save flags, and for isinstance a bool is an int. So the types are compared.
         "lr_scheduler": {k: v for k, v in schedule.items() if type(v) in (int, float)},
         "schedule": state.get("lr_scheduler"),
         "loss_scaler": scaler_numbers(saved.get("loss_scaler") or saved),  # without ZeRO they are in the state itself
@@ -305,6 +306,7 @@ def _joined(found: Foreign, rules: _Rules, name: str, ranks: dict[int, list[Shar
     if len(ranks) == 1 or any(rules.has(key, name) for key in same):
         return ranks[min(ranks)]
     shapes = [shards[0].shape for _, shards in sorted(ranks.items())]
+    # A vector has only dimension 0, even if a pattern for row parallelism matches its name.
     dim = rules.dim(name) if len(shapes[0]) > 1 else 0
     lengths = [shape[dim] for shape in shapes]
     widths = rules.widths(name, lengths) or [lengths]

@@ -153,6 +153,7 @@ MODEL = "mp_rank_00_model_states.pt"
 
 
 def _optimizer_file(target: Target, rank: int) -> str:
+    # An engine looks only for the prefix of its own precision (runtime/engine.py, `_get_all_zero_checkpoints`).
     bf16 = "bf16_" if target.dtype == torch.bfloat16 else ""
     return f"{bf16}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
@@ -226,8 +227,10 @@ def _partition(writer: _TargetWriter, rank: int, release: str) -> dict[str, obje
         "single_partition_of_fp32_groups": masters,
         "zero_stage": writer.target.stage,
         "group_paddings": paddings,
+        # DeepSpeed refuses paddings that differ from its own. Without zero_optimization.parameter_alignment they are 0.
         "param_alignment_paddings": [[0] * len(group.names) for group in writer.groups],
         "partition_count": [ranks] * len(writer.groups),
+        # `_load_global_state` asserts that there is a version.
         "ds_version": release,
         "param_slice_mappings": mappings,
     }

@@ -165,6 +165,7 @@ def compare(name: str, kind: str, a: Tensor, b: Tensor) -> TensorRow:
             x, y = x[differ].to(exact), y[differ].to(exact)
             gap = (x - y).abs()
             max_abs = max(max_abs, _largest(gap))
+            # +0 and -0 differ in their bits, but their gap is 0, and 0 / 0 would be NaN.
             max_rel = max(max_rel, _largest(torch.where(gap == 0, gap, gap / torch.maximum(x.abs(), y.abs()))))
     return TensorRow(name=name, kind=kind, elements=a.numel(), apart=apart, max_abs=max_abs, max_rel=max_rel)
 

@@ -106,6 +106,7 @@ class DirectFile:
     def allocate(self) -> None:
         """Allocate the file's disk space, if the system can."""
         # without allocated space, threads that write wait for one another
+        # os.posix_fallocate does not fail on file systems without this call: glibc then writes to every block.
         call = getattr(ctypes.CDLL(None), "fallocate", None)
         if call:
             call(self._cached, 0, ctypes.c_longlong(0), ctypes.c_longlong(os.fstat(self._cached).st_size))

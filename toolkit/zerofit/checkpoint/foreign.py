@@ -20,6 +20,8 @@ from typing import Literal
 
 Format = Literal["deepspeed", "universal", "dcp", "torch", "safetensors"]
 MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+# In bf16 the names begin with bf16_ (DeepSpeed's runtime/engine.py, `_get_zero_ckpt_prefix`). Its
+# checkpoint/constants.py also has the prefix fp16_.
 OPTIM_STATES = re.compile(r"(?:[bf]p?f?16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 METADATA = ".metadata"  # of PyTorch DCP
 NUMBERED = re.compile(r"(?:.*[-_=])?(?:global_step|checkpoint-|step[-=]?)(\d+)(?:\D.*)?")

@@ -272,6 +272,7 @@ class FullState:
             return copies[0].clone()
         if any(tensor.shape != copies[0].shape for tensor in copies):
             raise self._incomplete(f"the ranks saved {name} in different shapes")
+        # Each rank's batch norms have seen only the samples of this rank.
         return torch.stack([tensor.double() for tensor in copies]).mean(0).to(copies[0].dtype)
 
     def _joined(self, name: str, shape: tuple[int, ...]) -> Tensor:

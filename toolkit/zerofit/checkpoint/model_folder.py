@@ -145,6 +145,7 @@ def _locked(staging: Path, plan: dict[str, object] | None) -> Iterator[None]:
     folder = os.open(staging, os.O_RDONLY)
     try:
         try:
+            # The kernel releases the lock when the process ends, so a killed call does not block the next call.
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             message, hint = f"another process is writing {staging}", "wait for it, or use another folder"

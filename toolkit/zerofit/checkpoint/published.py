@@ -107,6 +107,7 @@ class PublishedFiles:
         model = cast("PreTrainedModel", self.published.model)
         config = model.config
         config.dtype = self._dtype
+        # `PreTrainedModel.save_pretrained` sets this key, but `config.save_pretrained` does not.
         config.architectures = [type(model).__name__]
         config.save_pretrained(folder)
         if model.can_generate() and model.generation_config is not None:

@@ -64,6 +64,7 @@ REPLACEMENTS: dict[str, type] = {
     "deepspeed.runtime.zero.config.ZeroStageEnum": int,
     # arguments and random states in the files of Megatron-DeepSpeed, Accelerate and the Trainer
     **dict.fromkeys(("argparse.Namespace", "numpy.ndarray", "numpy.dtype", "_codecs.encode"), Inert),
+    # NumPy 2 renamed numpy.core to numpy._core. A pickle has the name from the release that wrote it.
     **{f"numpy.{core}.multiarray.{name}": Inert for core in ("core", "_core") for name in ("_reconstruct", "scalar")},
 }
 SAFETENSORS = ".safetensors"
@@ -121,6 +122,7 @@ def load(path: Path | str, mmap: bool = True, for_engine: bool = False, span: tu
         if span:
             with open(path, "rb") as file:
                 file.seek(span[0])
+                # torch maps only complete files, by their path (serialization.py, `load`). So a part is read.
                 part = io.BytesIO(file.read(span[1]))
             with torch.serialization.safe_globals(allowed):
                 return torch.load(part, map_location="cpu", weights_only=not _TRUSTED.get())
@@ -135,6 +137,7 @@ def load(path: Path | str, mmap: bool = True, for_engine: bool = False, span: tu
         raise _damaged(path, f"{type(error).__name__}: {error}") from None
 
 
+# The replaced method of torch's class is visible to all threads, so only one thread at a time may load a file.
 _MAPPING = Lock()
 _MAPPED: dict[int, tuple[str, int]] = {}  # path and size of each mapped file, by its address
 
@@ -278,6 +281,7 @@ class Safetensors(Mapping[str, torch.Tensor]):
 
 
 def _refused(path: Path | str, reason: str) -> UserError:
+    # torch's errors have no field for the refused name. It is only in these two texts (_weights_only_unpickler.py).
     match = re.search(r"GLOBAL (\S+) (?:was not an allowed|whose module)", reason)
     if match is None:
         return _damaged(path, reason)

@@ -313,6 +313,7 @@ class Store:
         Damaged checkpoints are kept, for inspection. Return the deleted paths.
         """
         complete = [entry for entry in self.entries() if not entry.damage]
+        # `keep_last` is at least 1 (spec/run.py). For 0 the slice would contain all checkpoints.
         steps = {entry.step for entry in complete[-keep_last:]}
         steps |= {entry.step for entry in complete if keep_every and entry.step % keep_every == 0}
         pruned = [entry.path for entry in complete if entry.step not in steps]
@@ -330,6 +331,7 @@ def folder_name(step: int) -> str:
 
 def step_of(path: Path) -> int | None:
     """Return the step in a folder's name, or None for other folders."""
+    # From step 100,000,000 on, names have more than 8 digits. 18 digits are below 2^63, the limit of `Count`.
     match = re.fullmatch(PREFIX + r"([0-9]{8,18})", path.name)
     return int(match[1]) if match else None
 

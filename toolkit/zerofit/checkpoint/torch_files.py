@@ -113,6 +113,7 @@ def _collect(found: Foreign, folder: Path, tensors: _Tensors, scalars: dict[str,
         file = (folder / stored.relative_path).relative_to(found.path).as_posix()
         where = Location(file=file, keys=[], span=(stored.offset, stored.length))
         described = metadata.state_dict_metadata[place.fqn]
+        # A value that is not a tensor, e.g. a learning rate, has BytesStorageMetadata, which has no fields.
         if not hasattr(described, "chunks"):
             scalars[place.fqn] = where
             continue
@@ -255,6 +256,7 @@ class _StateDict:
                 what = "has no data" if value.is_meta else "is quantized" if value.is_quantized else "is sparse"
                 raise incomplete(Path(file), f"{name} {what}", "save the state dict with plain tensors")
             # tensors with the same data are one tied parameter
+            # The offset tells views of one storage apart, such as the parts of a fused matrix.
             first = storages.setdefault((value.untyped_storage().data_ptr(), int(value.storage_offset())), name)
             keys: Keys = [name] if key is None else [key, name]
             shape = tuple(value.shape)

@@ -152,6 +152,7 @@ def _write_engine(source: Path | None, state: FullState, ranks: int, folder: Pat
     inner = {"state": {0: {"step": optimizer["step"]}}, "param_groups": optimizer["groups"]}
     _save(shared | {"optimizer_state_dict": inner}, folder / "zero" / "optimizer_state.pt")
     # Both names get the same content: stages 0 to 2 look for the first file, stage 3 for the second.
+    # With load_universal, an engine reads the weights from zero/ and not from `module` (runtime/engine.py).
     model_states = counters | {"dp_world_size": ranks, "mp_world_size": 1, "module": {}}
     groups = groups_of(state)
     if len(groups) == len(optimizer["groups"]):

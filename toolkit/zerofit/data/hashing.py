@@ -32,6 +32,7 @@ def cell_hashes(keys: object, columns: int, stream: int) -> np.ndarray:
 
 def name_hash(name: str) -> int:
     """Return 64 bits of BLAKE2b of a name."""
+    # On Linux, file names may be invalid UTF-8. Python has such bytes as surrogates, which strict encoding refuses.
     return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest())
 
 

@@ -94,6 +94,7 @@ class PixelImages(LabelledDataset):
             down, right = (sample_hashes(keys, stream) % np.uint64(2 * self.shift + 1) for stream in (1, 2))
             pixels = crops[np.arange(len(pixels)), :, down.astype(np.int64), right.astype(np.int64)]
         if self.mirror:
+            # Indexing by arrays has copied the pixels, so the images of the data set stay unchanged.
             flipped = (sample_hashes(keys, 3) >> np.uint64(63)).astype(bool)
             pixels[flipped] = pixels[flipped, ..., ::-1]
         images, size = torch.from_numpy(pixels).float(), (self.size, self.size)

@@ -56,6 +56,7 @@ def open_plain(path: Path) -> IO[bytes]:
     """
     try:
         with path.open("rb") as file:
+            # xz has the longest of these signatures.
             head = file.read(6)  # the content decides, since suffixes are often missing or wrong
         opener = next((opener for start, opener in _DECOMPRESSED.items() if head.startswith(start)), None)
         if opener is None:
@@ -109,6 +110,7 @@ def open_cells(path: Path) -> tuple[IO[str], str]:
     The text is UTF-8, decompressed, without byte order mark. Raises UserError and UnicodeDecodeError.
     """
     csv.field_size_limit(LARGEST_CELL)
+    # Without newline="", Python would change line breaks within quoted cells.
     return io.TextIOWrapper(open_plain(path), encoding="utf-8-sig", newline=""), delimiter_of(path)
 
 

@@ -85,6 +85,7 @@ def _of_transformers(settings: Mapping[str, Any]) -> PublishedImages:
     """Return the settings in transformers' file of an image processor."""
     crop = settings.get("crop_size") if settings.get("do_center_crop", "crop_size" in settings) else None
     size = crop if crop is not None else settings.get("size")
+    # transformers has several forms: a number, the height and width, or the shortest edge (image_processing_utils.py).
     if isinstance(size, Mapping):
         size = size.get("height") or size.get("shortest_edge")
     size = int(size) if size else None

@@ -279,10 +279,12 @@ class SyntheticNamed(SyntheticSamples):
 
         hashes = cell_hashes(numbers, math.prod(tensor.shape), 4 * self.seed + stream).reshape(-1, *tensor.shape)
         if tensor.ids is None:
+            # float32 represents all numbers of 24 bits exactly.
             return torch.from_numpy((hashes >> np.uint64(40)).astype(np.float32) / 2**23 - 1)
         ids = (hashes % np.uint64(tensor.ids)).astype(np.int64)
         if tensor.first is not None:
             fixed, count = tensor.first
+            # transformers refuses an image with more or fewer of these tokens than features (modeling_llava.py).
             ids[ids == fixed] = fixed - 1  # it is only at the beginning
             ids[:, :count] = fixed
         return torch.from_numpy(ids)

@@ -198,6 +198,8 @@ def _cut_at_line(path: Path, wanted: int, size: int) -> int:
 
 def _segment(path: Path, start: int, stop: int, errors: str, *, held_out: bool) -> Iterator[TextPiece]:
     """Yield bytes start..stop of a file, in pieces that end with a line unless lines are long."""
+    # A byte order mark is only at the start of a file. A piece of a long line may end within a character, whose bytes
+    # an incremental decoder keeps for the next piece.
     decoder = codecs.getincrementaldecoder("utf-8" if start else "utf-8-sig")(errors)
     with open_plain(path) as file:
         skip(file, start)

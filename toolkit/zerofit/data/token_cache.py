@@ -117,6 +117,7 @@ def open_tokens(source: TextSource, tokenizer: Tokenizer, progress: Reporter) ->
                     unigrams[int(piece.held_out)] += np.bincount(tokens, minlength=tokenizer.vocab_size)
                     writers[piece.held_out].put("ids", tokens)  # False is the index of "train"
                 task.advance(sum(len(piece.text.encode()) for piece in batch))
+        # `close` flushes the files, so it comes before meta.json, which marks the folder as complete.
         for writer in writers:
             writer.close()
         meta = {"format": FORMAT, "source": source.name, "tokenizer": tokenizer.name, "documents": documents}
@@ -145,6 +146,7 @@ def _read(folder: Path) -> Tokens | None:
     if (meta := read_meta(folder)) is None:
         return None
     train, valid = (np.array(meta["unigrams"][split]) for split in SPLITS)
+    # Without the added 1, a token that only the validation text has would have the probability 0.
     logs = np.log((train + 1) / (train.sum() + len(train)))  # ln p of each token by add-one smoothed frequencies
     files = {split: TokenFile(folder / f"{split}.ids", meta["dtype"]) for split in SPLITS}
     return Tokens(

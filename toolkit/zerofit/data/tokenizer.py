@@ -81,6 +81,7 @@ def _bytes_tokenizer() -> Tokenizer:
         mask_id=257,
         ordinary_ids=np.arange(256),
         encode_all=lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts],
+        # A model may generate a part of a character, which must not be an error.
         decode=lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace"),
     )
 
@@ -107,6 +108,7 @@ def _transformers_tokenizer(name: str) -> Tokenizer:
     def encode_all(texts: Sequence[str]) -> list[np.ndarray]:
         if not texts:  # transformers fails for an empty list
             return []
+        # Documents are joined later, so they do not begin with [CLS] or <s>. `verbose` would warn of long ones.
         ids = loaded(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         return [np.array(row, dtype=np.int64) for row in ids]
 
