@@ -96,6 +96,7 @@ def explain(
 def _explain_evidence(what: str | Path, report: Reporter) -> Explanation:
     path = Path(what)
     if str(what) == STANDARD_INPUT:
+        # Bytes instead of Python's text: a log from PowerShell is UTF-16.
         return _of_log(lines_of(decoded_log(read_ends(cast(BufferedIOBase, sys.stdin.buffer)))))
     if path.is_dir():
         return _of_run_folder(RunFolder(path))

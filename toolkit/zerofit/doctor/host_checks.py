@@ -233,6 +233,7 @@ class Clash:
 
 def version(text: str | None) -> tuple[int, ...]:
     """Return the numbers of "2.30.7" or "13.0+cu130" as a tuple; () for None."""
+    # A build after "+" or a letter does not count: "2.9.0a0+git5f7" is (2, 9, 0).
     return tuple(map(int, re.findall(r"\d+", re.split(r"[+a-z]", text or "")[0])))
 
 

@@ -81,6 +81,7 @@ def _seconds(work: Callable[[], object], device: torch.device, budget_s: float) 
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:
+    # A CUDA op returns before its kernel has run. Without both waits, this would be the time of a launch.
     wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     wait()
     start = time.perf_counter()
@@ -136,6 +137,7 @@ def _adam(budget_s: float) -> float:
 def _host_copy(device: torch.device, budget_s: float) -> float:
     """Return the bytes/s of copies from pinned host memory, or on a CPU within memory."""
     host = torch.zeros(2**26, dtype=torch.float32)
+    # From pageable memory, the driver copies through a small pinned buffer of its own. This is slower than the link.
     if device.type == "cuda":
         host = host.pin_memory()
     copied = torch.empty_like(host, device=device)
@@ -235,6 +237,8 @@ def measure_engine(watch: Stopwatch) -> dict[str, float]:
     """
     alone = not dist.is_initialized()
     if alone:
+        # Without a process group, deepspeed.init_distributed needs RANK and MASTER_PORT in the environment, or MPI.
+        # A HashStore stays within this process, so no port is used.
         backend = "nccl" if watch.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     os.environ.setdefault("LOCAL_RANK", str(watch.device.index or 0))
@@ -276,6 +280,7 @@ def _engine(device: torch.device, stage: int) -> DeepSpeedEngine:
         "train_micro_batch_size_per_gpu": ROWS,
         # The norms' parameters are smaller than the threshold, so ZeRO-3 does not release them after a forward.
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 2 * WIDTH},
+        # DeepSpeed refuses torch's SGD under ZeRO otherwise (DeepSpeedEngine._do_optimizer_sanity_check).
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 1.0,
     }

@@ -121,6 +121,7 @@ def joined_figures(ranks: Sequence[Figures]) -> Figures:
 
 def measure_disk(folder: Path) -> dict[str, float]:
     """Return the speeds of writing a large file and of reading it from the disk, in bytes/s."""
+    # Random bytes: a file system that compresses would store zeros almost without writing.
     path, block = folder / "disk", os.urandom(BLOCK)
     start = time.perf_counter()
     with path.open("wb") as file:
@@ -129,6 +130,7 @@ def measure_disk(folder: Path) -> dict[str, float]:
         file.flush()
         os.fsync(file.fileno())
     written_s = time.perf_counter() - start
+    # This must follow fsync: POSIX_FADV_DONTNEED drops only pages that are already on the disk.
     with path.open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # empties the page cache of this file
         start = time.perf_counter()

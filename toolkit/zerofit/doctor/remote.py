@@ -163,7 +163,9 @@ def is_here(host: str) -> bool:
 def command(host: str, module: str, ssh_port: int | None) -> list[str]:
     """Return the ssh command that starts a module on a host, with this interpreter."""
     assert NAME.fullmatch(host), host
+    # The user's ~/.ssh/config may forward a port that is in use, and ssh may exit for that reason.
     options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_S}", "ClearAllForwardings=yes"]
+    # A host that loses power closes no connection. Without these messages ssh would wait for it.
     options += ["ServerAliveInterval=5", "ServerAliveCountMax=3"]
     argv = ["ssh", "-T", "-x", *(word for option in options for word in ("-o", option))]
     argv += ["-p", str(ssh_port)] if ssh_port else []

@@ -41,6 +41,7 @@ def _write(**message: object) -> None:
 
 def end_with_asker() -> None:
     """Interrupt this process, like Ctrl-C, when the asking command ends, even during a question."""
+    # The shell of a script starts background processes with SIGINT ignored. `interrupt_main` would then do nothing.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     hung_up = select.poll()
     hung_up.register(sys.stdin.fileno(), select.POLLRDHUP)  # poll always reports POLLHUP, too
@@ -49,6 +50,7 @@ def end_with_asker() -> None:
         hung_up.poll()
         _thread.interrupt_main()
         time.sleep(GRACE_S)
+        # The main thread sees the interrupt only when it returns to Python, and a hanging driver never returns.
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()

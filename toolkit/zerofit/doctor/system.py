@@ -197,6 +197,7 @@ def compilers(tools: Mapping[str, str | None]) -> Compilers:
     """Return the versions of g++ and nvcc, and the newest g++ that nvcc accepts."""
     nvcc = tools["nvcc"]
     return {
+        # Debian's `g++ -dumpversion` prints only "12" for 12.2.0. Old compilers have no -dumpfullversion.
         "g++": _printed(tools["g++"] or tools["c++"], ["-dumpfullversion", "-dumpversion"], r"^(\d+(?:\.\d+)*)"),
         "nvcc": _printed(nvcc, ["--version"], r"release (\d+\.\d+)"),
         "newest_g++": _newest_gcc(Path(nvcc).resolve().parents[1]) if nvcc else None,

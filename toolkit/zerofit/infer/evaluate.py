@@ -247,6 +247,7 @@ def cross_entropy_counts(logits: Tensor, labels: Tensor, top: int) -> Tensor:
     """Return EvalFigures' float64 (4,) for logits (..., classes) and labels (...)."""
     flat, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     rows = max(1, CHUNK_BYTES // (4 * flat.shape[-1]))
+    # float32 has all integers only up to 2**24. A validation set of texts can have more targets.
     total = torch.zeros(4, dtype=torch.float64, device=flat.device)
     for start in range(0, len(flat), rows):
         piece, wanted = flat[start : start + rows].float(), labels[start : start + rows]

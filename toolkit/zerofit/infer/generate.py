@@ -136,6 +136,7 @@ def end_ids(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
         named = GenerationConfig.from_pretrained(saved.folder, local_files_only=True).eos_token_id
     except (OSError, ValueError):  # there is no such file
         named = None
+    # The file of a chat model often lists several ids: the end of the text and the end of a turn.
     ends = named if isinstance(named, list) else [] if named is None else [named]
     return frozenset([tokenizer.eod_id, *ends])
 

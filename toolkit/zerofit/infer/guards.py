@@ -25,6 +25,7 @@ def failures(knob: str) -> Iterator[None]:
         message = "the host has no memory left"
         if isinstance(error, torch.OutOfMemoryError):
             message = str(error).splitlines()[0]
+        # torch's CPU allocator has no error class of its own. It raises RuntimeError with these words.
         elif isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
             raise
         hint = f"{knob}, a lower --max-memory for that device, or --dtype bf16"

@@ -77,6 +77,7 @@ def _free_memory(gpus: int) -> MemoryLimits:
     for number in range(gpus):
         free, _ = torch.cuda.mem_get_info(number)
         memory[number] = int(SHARE * max(0, min(free, unreserved[number])))
+    # Some GPUs use the host's memory. Their bytes would otherwise be allowed twice.
     shared = sum(memory[number] for number, gpu in enumerate(devices) if gpu.of_host)
     memory["cpu"] = max(0, int(SHARE * free_for()) - shared)
     reserved_by_others: dict[Device, int] = {number: reserved[gpu.uuid] for number, gpu in enumerate(devices)}

@@ -203,6 +203,7 @@ def _in_header(file: Path) -> dict[str, StoredTensor]:
     try:
         # The library checks types, shapes and offsets against the length of the file.
         with safe_open(file, framework="pt") as opened, file.open("rb") as raw:
+            # A safetensors file begins with the length of its JSON header, as 8 bytes.
             header = raw.read(int.from_bytes(raw.read(8), "little"))
             json.loads(header, object_pairs_hook=_named_once)  # the library uses the last of two equal names
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)

@@ -196,10 +196,12 @@ def _load_transformers(
             device_map=dict(placement.device_map),
             offload_folder=str(scratch),
             local_files_only=True,
+            # Without a value, transformers may ask on the terminal whether it may run code (resolve_trust_remote_code).
             trust_remote_code=False,
             output_loading_info=True,
         )
     except torch.OutOfMemoryError:
+        # `failures` reports it. The next clause would call the weights wrong.
         raise
     except Exception as error:  # weights that do not match the config raise many kinds of errors
         message = f"{saved.folder}: {reason_of(error)}"
@@ -228,6 +230,7 @@ def _dispatched(saved: SavedModel, model: nn.Module, placement: Placement, repor
                 target = placement.execution_device if device == "disk" else device
                 set_module_tensor_to_device(model, name, target, value=value)
             task.advance()
+    # set_module_tensor_to_device puts a new parameter into the module, so tied modules no longer share one.
     retie_parameters(model, ties)
     return dispatch_model(
         model,

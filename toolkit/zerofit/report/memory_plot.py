@@ -97,10 +97,12 @@ def _figure(timeline: MemoryTimeline) -> Figure:
 def _bytes_of(point: Point, kind: str) -> int:
     if kind != "other":
         return point["bytes"].get(kind, 0)
+    # A kind without a color of its own counts here, so that the top of the stack is the total.
     return sum(size for name, size in point["bytes"].items() if name == "other" or name not in COLORS)
 
 
 def _span(timeline: MemoryTimeline) -> tuple[int, int]:
+    # Callers divide by the length of the span, so one moment alone must also have a length.
     moments = [point["t"] for point in timeline["points"]]
     moments += [phase[end] for phase in timeline["phases"] for end in ("start", "end")]
     return min(moments), max(max(moments), min(moments) + 1)

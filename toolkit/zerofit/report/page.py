@@ -162,6 +162,7 @@ class Chart:
             {**asdict(line), "color": line.color or color_of(line.label, number)}
             for number, line in enumerate(self.lines)
         ]
+        # Python would write NaN and Infinity, which JSON.parse of a browser refuses.
         text = json.dumps(asdict(self) | {"lines": lines}, allow_nan=False, separators=(",", ":"))
         return text.replace("<", "\\u003c")  # so that no text can close the surrounding HTML element
 
@@ -212,6 +213,7 @@ class Page:
         # A kind of result has sections that many results leave empty. They get no heading.
         filled = [section for section in self.sections if section.blocks]
         charts = any(block.block == "chart" for section in filled for block in section.blocks)
+        # The order must not change: page.js uses the global `uPlot` of the first script.
         scripts = [ASSETS / "uPlot.iife.min.js", ASSETS / "page.js"] if charts else []
         styles = [*([ASSETS / "uPlot.min.css"] if charts else []), ASSETS / "page.css"]
         return render(
@@ -235,6 +237,7 @@ def render(template: str, *folders: Path, **content: object) -> str:
     from jinja2 import Environment, FileSystemLoader
 
     loader = FileSystemLoader([*folders, Path(__file__).with_name("templates")])
+    # Markdown is not escaped, since its readers would see `&lt;`. jinja2 removes the last newline by default.
     environment = Environment(loader=loader, autoescape=".html" in template, keep_trailing_newline=True)
     return environment.get_template(template).render(**content)
 

@@ -48,6 +48,7 @@ def draw(runs: list[Path], out: Path) -> dict[str, object]:
 def names_of(paths: Sequence[Path]) -> list[str]:
     """Return a name for each path: its last parts, as few as make all names differ."""
     # Run folders often have the same last part, such as `run/checkpoints`, so parents are added until the names differ.
+    # `abspath`: the path "." has no parts. A link keeps its own name.
     for length in range(1, 5):
         names = ["/".join(Path(os.path.abspath(path)).parts[-length:]) for path in paths]
         if len(set(names)) == len(names):
@@ -125,6 +126,7 @@ def _figure(histories: dict[str, list[Record]], validated: dict[str, list[Record
         _draw_memory(memory, steps, label)
         for axes in loads:
             _draw_loads(axes, steps, label)
+    # torch's cross entropy uses the natural logarithm.
     loss.set_ylabel("loss (nats)")
     rate.set_ylabel("tokens / s" if text else "samples / s")
     memory.set_ylabel("peak memory of a rank (GiB)\ndashed: forecast")

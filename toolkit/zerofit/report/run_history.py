@@ -147,6 +147,7 @@ Curves = dict[str, dict[float, float]]  # label, "" for the run itself -> value 
 
 
 def _curves(run: RunHistory, most: int) -> dict[str, Curves]:
+    # Without steps the stride would be 0, which Python refuses.
     steps = run.steps[:: -(-len(run.steps) // most) or 1] + run.steps[-1:]  # every nth step, and the last one
     times = _at_steps(steps, "step_s")
     planned = number_in(run.files["plan"], "step_s") or 0.0
@@ -159,6 +160,7 @@ def _curves(run: RunHistory, most: int) -> dict[str, Curves]:
             "": _at_steps(steps, "reserved_bytes") or _at_steps(steps, "memory_bytes"),
             "forecast": _at_steps(steps, "forecast_bytes"),
         },
+        # A plan.json may contain Infinity, which no chart can show (`Chart.to_json`).
         TIME: {"": times, "forecast": dict.fromkeys(times, planned) if 0 < planned < math.inf else {}},
         "tokens of an expert, relative to an even share": {
             "most loaded": _at_steps(steps, "expert_load_most"),

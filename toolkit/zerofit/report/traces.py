@@ -33,6 +33,7 @@ HINT = "give a file from --trace of `zerofit plan` or `simulate`, or traces/rank
 MAX_BYTES = 2 << 30  # torch.profiler writes hundreds of MB per step
 MAX_TIME = 1e18  # microseconds since 1970 are 1.8e15
 HOST, OPTIMIZER = "launches and hooks", "optimizer"
+# The order counts: names of flash attention's kernels also contain "cutlass".
 KINDS = (  # kind and a pattern for names; the first match counts
     ("all-gather", r"all_?gather"),
     ("reduce-scatter", r"reduce_?scatter"),
@@ -117,6 +118,7 @@ def read_events(path: Path) -> tuple[list[TraceEvent], dict[str, object]]:
     listed, about = trace.get("traceEvents"), trace.get("otherData", {})
     if not isinstance(listed, list) or not isinstance(about, dict):
         raise Unreadable("it has no list `traceEvents`")
+    # Phase "X" is an event with a duration. Traces also have instants, counters and arrows without one.
     events = [event for event in listed if isinstance(event, dict) and event.get("ph") == "X"]
     for number, event in enumerate(events, 1):
         # This comparison is also false for NaN, which Python's JSON reader accepts.
@@ -147,6 +149,7 @@ def _read_measured(events: list[TraceEvent], steps: list[TraceEvent]) -> ReadTra
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     marks = _Marks(events)
     calls = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
+    # A damaged file may have a list as its id, which cannot be a key. So ids are compared as text.
     launched = {str(args["correlation"]): e for e in calls if "correlation" in (args := e.get("args", {}))}
     parts: defaultdict[Part, float] = defaultdict(float)
     for event in kernels:
@@ -205,6 +208,7 @@ def _thread_times(events: list[TraceEvent], steps: list[TraceEvent]) -> Iterator
     ops = [e for e in events if e.get("cat") == "cpu_op" and e.get("tid") == steps[0].get("tid")]
     within: list[tuple[str, float]] = []  # kind and end of open ops, innermost last
     at = 0.0
+    # Of two events with the same start, the longer one contains the other.
     for event in sorted([*ops, *steps], key=lambda e: (e["ts"], -e["dur"])):
         while within and within[-1][1] <= event["ts"]:
             kind, end = within.pop()
@@ -287,6 +291,7 @@ def _kernel(event: TraceEvent) -> MeasuredKernel | None:
 
 
 def _product(shapes: list[tuple[int, ...]], dtype: str) -> MeasuredKernel | None:
+    # The factors are the last two: addmm and baddbmm have the tensor to add before them.
     factors = [shape for shape in shapes if len(shape) > 1][-2:]
     if len(factors) < 2:
         return None
@@ -307,6 +312,7 @@ def _attention(
     # the backward's first argument is the gradient of the result; query and key follow
     (batch, heads, queries, width), (*_, keys, _) = shapes[backward], shapes[backward + 1]
     values = _listed(arguments, "Concrete Inputs")
+    # Without this argument, only `is_causal` can be the text "True". A backward's mask of gradients is a list.
     if name.endswith(LOG_SUMS):
         values = values[:4] + values[5:]
     return MeasuredKernel(

@@ -355,6 +355,7 @@ def slurm_hosts() -> tuple[Host, ...]:
         hint = "`zerofit launch RUN --slurm FILE` writes a job for sbatch; elsewhere use --hostfile"
         raise UserError(Problem(kind="launcher", message=message, hint=hint))
     try:
+        # Slurm shortens the list, as in "gpu[01-04,07]". Only scontrol expands all its forms.
         done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         problem = Problem(kind="launcher", message=f"scontrol cannot list the job's nodes: {error}")

@@ -45,6 +45,7 @@ def main() -> NoReturn:
         os.environ.setdefault(name, str(interface))
     # ssh closes standard input when the asking command ends. Without this thread the rank would go on alone.
     threading.Thread(target=_end_with_input, daemon=True).start()
+    # This import loads torch, and OpenMP reads its variables only once. So the environment must be set before.
     from zerofit.compare.worker import measure
 
     measure(folder)

@@ -36,6 +36,8 @@ def serve() -> None:
     server, pages = os.getpid(), mapped_pages()
     for line in sys.stdin:
         match json.loads(line):
+            # Before this fork, the server must not run an op on several threads or use CUDA. A forked process has only
+            # the forking thread, so libgomp would wait for the others. torch refuses CUDA in a child of such a process.
             case {"start": [folder, env, log]}:
                 answer = os.fork() or _rank(server, Path(folder), env, log, pages)
             case {"poll": pid}:

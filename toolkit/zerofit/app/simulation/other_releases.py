@@ -64,6 +64,7 @@ def rerun_with(releases: Mapping[str, str], places: Mapping[str, str], report: R
     if missing:
         python = python_with(missing, report, where=" ".join(places[name] for name in missing))
         # The process is replaced, so the exit code and the output are those of the new command.
+        # Without -P, a file in the current folder could replace a library of the same name.
         os.execv(python, [str(python), "-P", "-m", "zerofit.cli", *sys.argv[1:]])
 
 
@@ -85,9 +86,12 @@ def python_with(releases: Mapping[str, str], report: Reporter, *, where: str = "
             return python
         report.status(f"installing {' and '.join(named)} next to this environment (only once) ...")
         _run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], where)
+        # Debian's default scheme names another folder (local/lib/python3.11/dist-packages).
         own = sysconfig.get_path("purelib", "venv", {"base": str(folder)})
+        # Python ignores .pth files in a folder that a .pth file only names. Editable installs need theirs.
         lines = [f"import site; site.addsitedir({path!r})\n" for path in below]
         Path(own, "below.pth").write_text("".join(lines), encoding="utf-8")
+        # An isolated build has no torch. DeepSpeed's setup.py would then record torch 0.0.
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-build-isolation"]
         _run([*pip, *named], where)
         found = _run([python, "-P", "-c", HAS, *sorted(releases)], where).split()

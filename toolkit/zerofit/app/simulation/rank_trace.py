@@ -75,8 +75,8 @@ def _memory(points: tuple[MemoryPoint, ...], allocated: list[tuple[int, float]])
 #   NCCL                           |all-gather..............|
 #
 # Work on a stream starts at the latest of: the host's clock after the launch, the end of the stream's last work, and
-# the end of work that the script makes it wait for. Its length is the forecast of `plan.kernels` or
-# `plan.kernels`. On a CPU the host computes itself, so each piece of work also moves the host's clock.
+# the end of work that the script makes it wait for. Its length is the forecast of `plan.kernels`. On
+# a CPU the host computes itself, so each piece of work also moves the host's clock.
 
 
 @dataclass

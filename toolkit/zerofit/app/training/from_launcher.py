@@ -149,6 +149,7 @@ class _Leading:
             accelerator=machine.accelerator,
             argv=argv,
             env=lambda mark: env,
+            # With torchrun's value, all ranks would be clients of its store (torch/distributed/rendezvous.py).
             forwarded={"TORCHELASTIC_USE_AGENT_STORE": str(False), **extra},  # rank 0 listens on a separate port
             again=f"{world.launcher} ... zerofit train",
             timeout_s=prepared.job.run.heartbeat_timeout,

@@ -143,6 +143,7 @@ def run_ranks(
     except KeyboardInterrupt:
         raise KeyboardInterrupt(str(folder.path)) from None
     finally:
+        # First the file: with --no-ssh, a node that looks late would start the ranks of this ended start.
         folder.launch_spec.unlink(missing_ok=True)
         end_all(spec.run_id)  # pdsh starts each ssh in a separate session
         for note in site.sweep(spec.run_id) if site.sweep else ():

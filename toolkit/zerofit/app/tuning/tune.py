@@ -252,6 +252,7 @@ def _start(job: TuneJob, candidate: Candidate, place: Path) -> subprocess.Popen[
     argv += [str(file), "--output", str(place / "run"), "--json", "--trust-model-code"]
     argv += ["--anyway"] if job.anyway else []
     with (place / "err").open("w") as err, (place / "out").open("w") as out:
+        # Ctrl-C reaches all processes of a terminal's group. In its own session, the trial gets only our SIGINT.
         return subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, text=True, start_new_session=True
         )
