@@ -55,7 +55,7 @@ MORE_ARGUMENTS = {
 TYPE_CIRCLES = {
     *("zerofit.train.averaging", "zerofit.train.shard_index", "zerofit.train.trainer"),
 }
-COMMENTS = 0.034  # of all lines
+COMMENTS = 0.04  # of all lines
 # what these programs print is read by the process that starts them, or is a rank's log
 PROTOCOLS = {"zerofit.worker", "zerofit.doctor.serve", "zerofit.watch.rank_guard", "zerofit.check.derive"}
 PROTOCOLS |= {"zerofit.launch.local_ranks"}

@@ -11,6 +11,7 @@ import torch
 from tests.ranks.pool import Trained
 from tests.train.small import LLAMA_SIZES
 from zerofit.checkpoint import safe_load
+from zerofit.checkpoint.full_state import FullState
 from zerofit.spec.errors import UserError
 
 STEPS, AT = 8, 5
@@ -81,6 +82,21 @@ def test_a_stream_goes_on_bit_for_bit(pools, tmp_path, cache):
     assert numbers(resumed) == numbers(whole)[AT:]
     with pytest.raises(UserError, match="a stream without an end"):
         pool.train(tmp_path / "endless", **{**options, "steps": None})
+
+
+def test_clipping_is_that_of_the_new_start(pools, tmp_path):
+    """DeepSpeed would clip with the checkpoint's limit. The update of SGD is the clipped gradient times 0.5."""
+    config = {"zero_optimization": {"stage": 1}, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    run = {**IMAGES, "model": "mlp", "micro_batch": 8, "ds_config": str(tmp_path / "ds.json")}
+    first = pools(2).train(tmp_path / "first", **{**run, "steps": AT}, save_every=AT, gradient_clipping=1.0)
+    checkpoint, limit = str(first.folder.checkpoints / f"step-{AT:08}"), 1e-6
+    resumed = pools(2).train(tmp_path / "resumed", **run, save_every=STEPS, gradient_clipping=limit, resume=checkpoint)
+    assert min(step["grad_norm"] for step in resumed.steps) > 100 * limit
+    before = FullState(first.folder.checkpoints / f"step-{AT:08}")
+    after = FullState(resumed.folder.checkpoints / f"step-{STEPS:08}")
+    moved = [(after.read(name) - before.read(name)).norm() for name in before.tensors]
+    assert torch.stack(moved).norm() <= 1.01 * (STEPS - AT) * 0.5 * limit
 
 
 def numbers(run: Trained) -> list[tuple]:

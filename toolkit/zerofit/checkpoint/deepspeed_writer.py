@@ -217,8 +217,8 @@ def _partition(writer: _TargetWriter, rank: int, release: str) -> dict[str, obje
         )
     return {
         **writer.loss_scaling(),
+        # without "clip_grad", an engine keeps the clipping of its own JSON (`_load_global_state`)
         "overflow": False,
-        "clip_grad": 0.0,
         "base_optimizer_state": {
             "state": states,
             # at these stages, torch's optimizer has one flat parameter for each group

@@ -51,7 +51,7 @@ def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]
     checkpoint = Path(start.checkpoint)
     manifest = read_manifest(checkpoint) if is_own(checkpoint) else None  # None: of another program
     refuse_other_frozen(trainer, manifest and manifest.frozen)
-    # noted before loading, which overwrites learning rate, weight decay and betas with the checkpoint's
+    # noted before loading, which overwrites them with the checkpoint's
     settings = [_RunSettings(engine) for engine in trainer.engines().values()]
     if start.same_layout and not piece_by_piece(trainer.job):
         for tag, engine in trainer.engines().items():
@@ -75,7 +75,7 @@ def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]
 
 
 class _RunSettings:
-    """Settings of this start that a load would overwrite: learning rate, weight decay, betas."""
+    """Settings of this start that a load would overwrite: learning rate, weight decay, betas, clipping."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -87,6 +87,8 @@ class _RunSettings:
     def put_back(self) -> None:
         for group, settings in zip(self._engine.optimizer.param_groups, self._groups, strict=True):
             group.update(settings)
+        if hasattr(self._engine.optimizer, "clip_grad"):  # DeepSpeed's own, except at stage 3, load the checkpoint's
+            self._engine.optimizer.clip_grad = self._engine.gradient_clipping()
         if self._base is not None:
             scheduler: LambdaLR = self._engine.lr_scheduler
             scheduler.base_lrs = self._base
