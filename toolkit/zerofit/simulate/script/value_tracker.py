@@ -116,7 +116,7 @@ class ValueTracker(IssuingTracker):
             "a mask with unknown values is summed: all its elements are assumed to be True", bound=True, here=True
         )
         with on_host():
-            return torch.full(tensor.shape, number, dtype=tensor.dtype)
+            return torch.full(tensor.shape, number, dtype=tensor.dtype, device="cpu")
 
     def _stand_in(self, func: OpOverload, args: OpArguments) -> object:
         """Return a harmless value instead of a value that only a GPU could compute.
@@ -141,7 +141,7 @@ class ValueTracker(IssuingTracker):
             if known is None:
                 if not self.all_true:
                     self.note("a mask of unknown values as an index: assumed to be all True", bound=True, here=True)
-                known = torch.ones(index.shape, dtype=torch.bool)
+                known = torch.ones(index.shape, dtype=torch.bool, device="cpu")
             found = known.nonzero()
             columns = [found[:, d].contiguous() for d in range(index.dim())]
         on_device = [self.fakes.from_tensor(column).to(index.device) for column in columns]
@@ -283,8 +283,9 @@ class ValueTracker(IssuingTracker):
             value = decided(func, args, tuple(map(known_value, args[:2])))
             if value is None or (out.numel() > KEPT_FLOATS and out.is_floating_point()):
                 return False
-            # expanded, a value of any size needs one element; small ones are copied, so that ops can write into them
-            whole = torch.tensor(value, dtype=out.dtype).expand(out.shape)
+            # Expanded, a value of any size needs one element. Small ones are copied, so that ops can write into them.
+            # `torch.tensor` would make it on the GPU within `deepspeed.zero.Init`, which replaces it.
+            whole = _aten.scalar_tensor(value, dtype=out.dtype, device="cpu").expand(out.shape)
             if func._schema.is_mutable:
                 overwrite(out, whole)
             else:
