@@ -39,6 +39,10 @@ def test_archives_are_not_taken_for_text(tmp_path):
     (tmp_path / "0.tar").touch()
     for name in (str(tmp_path), f"{tmp_path}/0.tar", f"{tmp_path}/{{0..9}}.tar"):
         assert "extract" in problem(split_name, name).hint
+    (tmp_path / "0.png").touch()  # a folder of images, with the archive that they came in
+    assert (
+        "imagefolder:" in problem(split_name, str(tmp_path)).hint and "mean" in problem(split_name, str(tmp_path)).hint
+    )
 
 
 @pytest.mark.parametrize("name", ["text", "text:", "digits:5", "imagefolder"])

@@ -175,7 +175,7 @@ def _one_class(folder: Path) -> UserError:
     inner = [entry.name for entry in os.scandir(folder) if entry.is_dir() and is_own(entry.name)]
     hint = "use one folder per class, PATH/CLASS/*.jpg"
     if len(inner) > 1:  # an archive's own folder
-        hint = f"its folders are the classes? use imagefolder:{folder}"
+        hint = f"if its folders are the classes, use imagefolder:{folder}"
     return data_error("data-classes", message, hint)
 
 

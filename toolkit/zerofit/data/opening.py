@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -51,7 +51,7 @@ class SourceKind:
     required: bool = False
 
 
-ARCHIVES = (".tar", ".tgz", ".zip", ".7z", ".rar")
+ARCHIVES = frozenset({".tar", ".tgz", ".zip", ".7z", ".rar"})
 _IMAGE, _TABLE, _TEXT = frozenset({"image"}), frozenset({"table"}), frozenset({"text"})
 _MASKS = frozenset({"masks"})
 
@@ -117,11 +117,13 @@ def split_name(data: str) -> tuple[str, str]:
     if kind is None:
         message = f"--data {data}: unknown kind of data ({', '.join(KINDS)})"
         path, hint = Path(data).expanduser(), nearest(word, KINDS)
-        if path.suffix in ARCHIVES or (path.is_dir() and any(file.suffix in ARCHIVES for file in path.iterdir())):
+        # a part of the files is enough to tell: a folder may have millions
+        suffixes = {file.suffix for file in islice(path.rglob("*"), 1000)} if path.is_dir() else {path.suffix}
+        if suffixes & ARCHIVES and not suffixes - ARCHIVES - {"", ".json"}:  # WebDataset has an index beside them
             message = f"--data {data}: archives (also WebDataset's) are not read"
             hint = "extract them: imagefolder:PATH needs PATH/CLASS/*.jpg, text:GLOB and jsonl:GLOB need plain files"
         elif path.is_dir():
-            hint = f"did you mean {_kinds_of_folder(path, data)}?"
+            hint = f"did you mean {_kinds_of_folder(suffixes, data)}?"
         elif path.is_file():
             hint = f"did you mean {kind_of_file(path)}:{data}?"
         elif path.suffix or len(path.parts) > 1:
@@ -136,10 +138,8 @@ def split_name(data: str) -> tuple[str, str]:
     return word, argument
 
 
-def _kinds_of_folder(path: Path, data: str) -> str:
-    """Return the data names that fit a folder, by its first files."""
-    # a part of the files is enough to tell: a folder may have millions
-    suffixes = {file.suffix for file in islice(path.rglob("*"), 1000)}
+def _kinds_of_folder(suffixes: Set[str], data: str) -> str:
+    """Return the data names that fit a folder, by the suffixes of its files."""
     if suffixes & {".parquet", ".arrow", ".jsonl", ".json", ".csv"} and not suffixes & SUFFIXES:
         return f"hf:{data}"
     return f"imagefolder:{data} or text:{data}/*.txt"

@@ -68,7 +68,8 @@ def assess(simulated: SimulatedRank | SimulatedScriptRank, cluster: Cluster) -> 
         beside += unseen_on_cpu(peak.bytes, largest, bool(facts.experts))
     host = record.host
     verdict, reserved, ahead = _verdict(record, beside, cluster, simulated.target.alloc_conf)
-    shared = reserved + sum(o.bytes for o in beside) if cluster.device.unified_memory else 0
+    smi_bytes = reserved + sum(o.bytes for o in beside)
+    shared = smi_bytes if cluster.device.unified_memory else 0
     host_node_bytes, host_fits, host_sentence = _host(sum(host.values()) + shared, cluster)
     last = max(phase.step for phase in record.phases)
     return Simulation(
@@ -85,7 +86,7 @@ def assess(simulated: SimulatedRank | SimulatedScriptRank, cluster: Cluster) -> 
         reserved_bytes=reserved,
         reserved_ahead_bytes=ahead,
         overheads=tuple(beside),
-        smi_bytes=reserved + sum(o.bytes for o in beside),
+        smi_bytes=smi_bytes,
         device=cluster.device.kind,
         device_total_bytes=cluster.device.memory_bytes,
         host_bytes={"pageable": host["pageable"], "pinned": host["pinned"] + host["pinned_free"]},
