@@ -36,7 +36,7 @@ from zerofit.app.job.resolve import ResolvedJob, resolve_job
 from zerofit.app.training.free_memory import HostMemory
 from zerofit.app.training.memory_forecast import forecast_ranks
 from zerofit.app.training.memory_gate import judge, prepared_for
-from zerofit.simulate.forecast.verdict import FITS, NOT, WITHIN
+from zerofit.simulate.forecast.result import FITS, NOT, WITHIN
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter

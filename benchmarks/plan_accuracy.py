@@ -26,8 +26,8 @@ from zerofit.app.simulation.runs import PreparedSimulation, prepare_simulation
 from zerofit.plan.fit import check_fit
 from zerofit.plan.layout import PlannedLayout
 from zerofit.simulate.forecast.assess import assess
+from zerofit.simulate.forecast.result import FITS
 from zerofit.simulate.forecast.run import SimulatedRank, heaviest_of, simulate_ranks
-from zerofit.simulate.forecast.verdict import FITS
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
 from zerofit.spec.mesh import largest_batch_of_stages

@@ -23,7 +23,7 @@ from zerofit.app.job.requests import as_request, read_request
 from zerofit.app.training.memory_gate import MemoryGate
 from zerofit.launch.hostfile import Host
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
-from zerofit.simulate.forecast.verdict import FITS, NOT, WITHIN, Overhead
+from zerofit.simulate.forecast.result import FITS, NOT, WITHIN, Overhead
 from zerofit.spec import reservations
 from zerofit.spec.events import Event, Reporter
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES, CPU_PROCESS_BYTES, CPU_PROCESS_HIGH_BYTES

@@ -43,8 +43,7 @@ from zerofit.doctor.check import Check
 from zerofit.infer.evaluate import EvalScores
 from zerofit.models.names import model_table
 from zerofit.report.traces import TraceComparison, TraceRow
-from zerofit.simulate.forecast.result import KnobResult
-from zerofit.simulate.forecast.verdict import WITHIN
+from zerofit.simulate.forecast.result import WITHIN, KnobResult
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Batch, Layout

@@ -12,33 +12,23 @@ from benchmarks.meter.planned import planned
 from tests.simulate.targets import cluster, target
 from zerofit.plan.fit import check_fit
 from zerofit.plan.layout import PlannedLayout
-from zerofit.simulate.forecast.assess import assess
-from zerofit.simulate.forecast.result import severity
+from zerofit.simulate.forecast.assess import assess, judge, judge_events, overheads
+from zerofit.simulate.forecast.result import FITS, NOT, WITHIN, Overhead, severity
 from zerofit.simulate.forecast.run import SimulatedRank, simulate_ranks
-from zerofit.simulate.forecast.verdict import (
-    FITS,
-    NOT,
-    WITHIN,
-    Communicator,
-    Overhead,
-    judge,
-    judge_events,
-    overheads,
-)
 from zerofit.simulate.memory.caching import MIB
+from zerofit.simulate.record import GroupUse
 from zerofit.spec.devices import DEVICES, cpu_device, find_device
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, blas_workspace_bytes
 
 GIB = 2**30
+DATA_PARALLEL = GroupUse(ranks=8, ops=("allgather_base", "reduce_scatter_base"))
+SEQUENCE_PARALLEL = GroupUse(ranks=8, ops=("alltoall_base",))
 BESIDE = [Overhead(name="context", low_bytes=2 * GIB, high_bytes=4 * GIB, source="made up")]
 
 
 @pytest.mark.parametrize("kind", DEVICES)
 def test_every_device_has_sourced_ranges(kind):
-    for group in (
-        Communicator(name="data parallel", ranks=8),
-        Communicator(name="sequence parallel", ranks=8, direct_peers=7),
-    ):
+    for group in (DATA_PARALLEL, SEQUENCE_PARALLEL):
         for entry in overheads(DEVICES[kind], [group]):
             assert 0 < entry.low_bytes <= entry.bytes <= entry.high_bytes
             assert entry.source
@@ -50,17 +40,16 @@ def test_more_communicators_take_more():
     def high(*groups):
         return sum(o.high_bytes for o in overheads(device, groups))
 
-    alone = high(Communicator(name="data parallel", ranks=1))
-    one = high(Communicator(name="data parallel", ranks=8))
-    direct = high(Communicator(name="data parallel", ranks=8, direct_peers=7))
-    assert alone < one < high(*[Communicator(name="data parallel", ranks=8)] * 2)
+    alone = high(replace(DATA_PARALLEL, ranks=1))
+    one, direct = high(DATA_PARALLEL), high(SEQUENCE_PARALLEL)
+    assert alone < one < high(*[DATA_PARALLEL] * 2)
     # nccl#1685: 1.06 GB before the first all-to-all among 8 H100 and 4.34 GB after it, context included
     assert one > 1.06e9 and direct > 4.34e9
 
 
 def test_a_cpu_rank_is_a_process():
     device = cpu_device(8, 64 * GIB, 2)
-    assert [o.name for o in overheads(device, [Communicator(name="data parallel", ranks=2)])] == ["process"]
+    assert [o.name for o in overheads(device, [DATA_PARALLEL])] == ["process"]
     assert blas_workspace_bytes(device) == 0
 
 

@@ -10,8 +10,7 @@ from rich.text import Text
 
 from zerofit.cli.console import fitting_table, labelled, out, print_facts
 from zerofit.models.inputs import ImageInputs, NamedInputs, TableInputs
-from zerofit.simulate.forecast.result import ALIKE, SimulatedRun, SimulatedScript, Simulation
-from zerofit.simulate.forecast.verdict import FITS, NOT
+from zerofit.simulate.forecast.result import ALIKE, FITS, NOT, SimulatedRun, SimulatedScript, Simulation
 from zerofit.spec.mesh import describe_rank
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, HOST_RESERVE
 from zerofit.spec.units import shown_bytes

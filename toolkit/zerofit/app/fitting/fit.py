@@ -26,8 +26,7 @@ from zerofit.launch.host import this_machine
 from zerofit.launch.hostfile import Host
 from zerofit.plan.fit import check_fit, explain
 from zerofit.plan.result import plain
-from zerofit.simulate.forecast.result import Simulation, severity
-from zerofit.simulate.forecast.verdict import FITS, WITHIN
+from zerofit.simulate.forecast.result import FITS, WITHIN, Simulation, severity
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import DOES_NOT_FIT, DoesNotFit, Problem, RunFailed, UserError
 from zerofit.spec.events import Reporter

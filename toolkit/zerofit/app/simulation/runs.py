@@ -23,7 +23,7 @@ from zerofit.models.inputs import Inputs
 from zerofit.simulate.endings import MAY_FIT, note_failed, optional
 from zerofit.simulate.forecast.assess import assess, decided
 from zerofit.simulate.forecast.knobs import Knob, knobs
-from zerofit.simulate.forecast.result import KnobResult, Simulation, StagePeak, first_that_fits, in_order, severity
+from zerofit.simulate.forecast.result import KnobResult, Simulation, first_that_fits, in_order, severity, stage_peaks
 from zerofit.simulate.forecast.run import SimulatedRank, heaviest_of, simulate_ranks
 from zerofit.simulate.memory.alloc_conf import read_alloc_conf
 from zerofit.simulate.record import SimulationTarget
@@ -287,13 +287,6 @@ def simulate(
         trace=Path(trace) if trace is not None else None,
         simulate_knobs=KnobSimulations(prepared=prepared, rank=worst.rank, heaviest=rank is None, exact=exact),
     )
-
-
-def stage_peaks(stages: Sequence[Simulation]) -> tuple[StagePeak, ...]:
-    """Return the peak of each pipeline stage; empty without a pipeline."""
-    names = ("rank", "peak_bytes", "peak_phase", "reserved_bytes", "fits")
-    peaks = tuple(StagePeak(**{name: getattr(stage, name) for name in names}) for stage in stages)
-    return peaks if len(peaks) > 1 else ()
 
 
 def prepare_simulation(

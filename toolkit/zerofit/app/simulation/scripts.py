@@ -12,7 +12,6 @@ from pathlib import Path
 
 from zerofit.app.planning.output_files import SNAPSHOT_FLAG, refuse_place, write_trace
 from zerofit.app.simulation.rank_trace import script_step_s, trace_of_script
-from zerofit.app.simulation.runs import stage_peaks
 from zerofit.config.ds_json import write_for_trainer
 from zerofit.simulate.endings import MAY_FIT, note_failed, optional
 from zerofit.simulate.forecast.assess import SimulatedScriptRank, assess
@@ -26,6 +25,7 @@ from zerofit.simulate.forecast.result import (
     first_that_fits,
     in_order,
     severity,
+    stage_peaks,
 )
 from zerofit.simulate.forecast.script_knobs import ScriptKnob, script_knobs
 from zerofit.simulate.memory.alloc_conf import read_alloc_conf

@@ -19,8 +19,7 @@ from zerofit.launch.hostfile import Host
 from zerofit.simulate.endings import MAY_FIT, optional
 from zerofit.simulate.forecast.assess import assess
 from zerofit.simulate.forecast.processes import end_server
-from zerofit.simulate.forecast.result import Simulation, severity
-from zerofit.simulate.forecast.verdict import FITS, NOT, ORDER, WITHIN
+from zerofit.simulate.forecast.result import FITS, NOT, ORDER, WITHIN, Simulation, severity
 from zerofit.simulate.memory.alloc_conf import alloc_conf_of
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.devices import by_name

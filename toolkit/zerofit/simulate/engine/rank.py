@@ -36,7 +36,6 @@ from zerofit.models.router_loss import router_loss
 from zerofit.simulate.endings import first_lines
 from zerofit.simulate.engine.partitions import GradientLog
 from zerofit.simulate.engine.phases import PhaseLog, announce_phases, phase_name
-from zerofit.simulate.engine.rank_record import record_of
 from zerofit.simulate.engine.stage_input import Sizes, give_input
 from zerofit.simulate.fakes import device
 from zerofit.simulate.fakes.gpu_patches import apply_to_run
@@ -105,7 +104,7 @@ def simulate_rank(
     except Exception as error:  # DeepSpeed, transformers and a user's model can raise anything
         traceback.print_exc()
         raise UserError(_not_simulated(target, meter, error)) from error
-    return record_of(meter, log, target.alloc_conf, heavier_rank=heavier)
+    return replace(meter.record(log.done, target.alloc_conf), heavier_rank=heavier)
 
 
 def _not_simulated(target: SimulationTarget, meter: AllocationTracker, error: Exception) -> Problem:

@@ -16,7 +16,6 @@ from zerofit.features.checkpointing import Checkpointing
 from zerofit.models.inputs import Inputs
 from zerofit.report.html_table import html_table
 from zerofit.simulate.endings import MAY_FIT, optional
-from zerofit.simulate.forecast.verdict import ORDER, Overhead
 from zerofit.simulate.memory.alloc_conf import read_alloc_conf
 from zerofit.simulate.memory.allocator import Event as AllocatorEvent
 from zerofit.simulate.memory.snapshot import AllocationOrigin, snapshot_of
@@ -33,6 +32,22 @@ T = TypeVar("T")
 ALIKE = 0.02  # of a step's time, below the error of its forecast
 HINT = "write one with: zerofit simulate ... --json > base.json"
 SAME = ("device", "world_size", "rank")  # must be equal for a comparison
+FITS, WITHIN, NOT = ORDER = ("fits", "close to the limit", "does not fit")
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Memory that is not simulated, as a range from published figures."""
+
+    name: str
+    low_bytes: int
+    high_bytes: int  # the verdict uses this one
+    source: str
+
+    @property
+    def bytes(self) -> int:
+        """The middle of the range."""
+        return (self.low_bytes + self.high_bytes) // 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,6 +359,13 @@ def severity(simulation: Simulation) -> tuple[int, int]:
     It is largest for the worst of several ranks.
     """
     return ORDER.index(simulation.verdict), simulation.reserved_bytes
+
+
+def stage_peaks(stages: Sequence[Simulation]) -> tuple[StagePeak, ...]:
+    """Return the peak of each pipeline stage; empty without a pipeline."""
+    names = ("rank", "peak_bytes", "peak_phase", "reserved_bytes", "fits")
+    peaks = tuple(StagePeak(**{name: getattr(stage, name) for name in names}) for stage in stages)
+    return peaks if len(peaks) > 1 else ()
 
 
 @dataclass(frozen=True, kw_only=True)

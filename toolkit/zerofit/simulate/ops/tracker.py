@@ -23,9 +23,22 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerofit import models
-from zerofit.simulate.memory.allocator import RecordStream
-from zerofit.simulate.memory.ledger import DEVICE, HOST, LOCKED, PINNED, Ledger, Storage
-from zerofit.simulate.memory.snapshot import StackLog
+from zerofit.simulate.memory.alloc_conf import read_alloc_conf
+from zerofit.simulate.memory.allocator import RecordStream, replay
+from zerofit.simulate.memory.categories import classify
+from zerofit.simulate.memory.host import highest, host_moments
+from zerofit.simulate.memory.ledger import (
+    DEVICE,
+    HOST,
+    LOCKED,
+    PINNED,
+    Ledger,
+    Storage,
+    device_events,
+    kind_peaks,
+    timeline,
+)
+from zerofit.simulate.memory.snapshot import AllocationOrigin, StackLog
 from zerofit.simulate.ops import shortcuts
 from zerofit.simulate.ops.costs import (
     BLAS,
@@ -39,8 +52,9 @@ from zerofit.simulate.ops.costs import (
     leaves_of,
 )
 from zerofit.simulate.ops.streams import SimulatedStream, Streams
+from zerofit.simulate.record import CollectiveCalls, GroupUse, PhaseFlops, RankPhase, RankRecord
 from zerofit.spec.local_machine import is_older
-from zerofit.spec.memory_kinds import LOGITS, TEMPORARIES, WORKSPACES, is_loss
+from zerofit.spec.memory_kinds import LOGITS, SAVED, TEMPORARIES, WORKSPACES, is_loss
 from zerofit.spec.overhead import CUBLASLT_BYTES, CUBLASLT_SHARES_FROM
 
 _ULYSSES = "deepspeed::dim_zero_all_to_all"
@@ -141,6 +155,44 @@ class AllocationTracker(TorchDispatchMode):
     def live_storages(self) -> list[Storage]:
         """Return the records of all live storages."""
         return [self.ledger.storages[index] for index in self._index.values()]
+
+    def record(self, phases: list[RankPhase], alloc_conf: str) -> RankRecord:
+        """Return the record of the rank, whose run had these phases.
+
+        `alloc_conf`: the options of the caching allocator.
+        """
+        # Storages get their kind only now, because the owner of an early one, e.g. an optimizer's state, is known late.
+        ledger = self.ledger
+        for storage in ledger.storages:
+            storage.kind = storage.kind or classify(storage)
+        moments = host_moments(ledger)
+        events, settings = device_events(ledger), read_alloc_conf(alloc_conf)
+        origins = None
+        if self.stacks is not None:
+            origins = tuple(
+                AllocationOrigin(s.kind or "", s.phase, s.step, s.module, s.op, s.stack) for s in ledger.storages
+            )
+        return RankRecord(
+            phases=phases,
+            peaks=kind_peaks(ledger),
+            host=highest(moments),
+            host_phases={phase: moment.total_bytes for phase, moment in moments.items()},
+            host_moments=moments,
+            kept={kind: sum(s.bytes for s in self.live_storages() if s.kind == kind) for kind in SAVED},
+            nvme_bytes=sum(self.files.values()),
+            reserved_bytes=replay(events, settings=settings, host_ahead=False).peak_reserved_bytes,
+            reserved_ahead_bytes=replay(events, settings=settings).peak_reserved_bytes,
+            sent=[
+                CollectiveCalls(op=op, bytes=size, group_size=ranks, phase=phase, count=count, step=step)
+                for (op, ranks, phase, step), (count, size) in self.sent.items()
+            ],
+            groups=[GroupUse(ranks=ranks, ops=tuple(sorted(ops))) for ranks, ops in self.groups.values()],
+            flops=[PhaseFlops(phase=phase, step=step, flops=n) for (phase, step), n in self.flops.items()],
+            timeline=timeline(ledger),
+            events=events,
+            origins=origins,
+            convolution_bytes=self.convolution_bytes,
+        )
 
     def tag(self, tensor: object, kind: str) -> None:
         """Set the kind of a tensor's storage, if it has no kind yet.

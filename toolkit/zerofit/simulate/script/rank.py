@@ -33,7 +33,6 @@ from torch.nn.parameter import is_lazy
 
 from zerofit.simulate.engine.partitions import GradientLog
 from zerofit.simulate.engine.phases import PhaseLog, phase_name
-from zerofit.simulate.engine.rank_record import record_of
 from zerofit.simulate.engine.stage_input import give_input
 from zerofit.simulate.fakes.device import install
 from zerofit.simulate.fakes.gpu_patches import apply_common
@@ -144,8 +143,14 @@ def simulate_script_rank(
     host.missing_triton(meter)
     find_faults(watched, target, phases, lengths_seen)  # of a script that ended by itself
     facts = replace(script_facts(target, meter, phases, shapes, lengths_seen, how), faults=watched.faults)
-    record = record_of(meter, log, target.alloc_conf, script=facts, heavier_rank=heavier)
-    return replace(record, pipeline=joints.stage, issued=tuple(issued.items), routed=meter.routed)
+    return replace(
+        meter.record(log.done, target.alloc_conf),
+        script=facts,
+        pipeline=joints.stage,
+        issued=tuple(issued.items),
+        routed=meter.routed,
+        heavier_rank=heavier,
+    )
 
 
 def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
