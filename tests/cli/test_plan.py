@@ -17,9 +17,8 @@ from zerofit.app.planning.output_files import ds_config, run_fields, write_plan
 from zerofit.check.check import check
 from zerofit.check.subject import TargetHardware
 from zerofit.cli.main import main
-from zerofit.config.decide import decide, with_recipe
+from zerofit.config.decide import decide, resolve, with_recipe
 from zerofit.config.ds_json import read_document
-from zerofit.config.resolve import resolve
 from zerofit.plan.inverse import with_layers
 from zerofit.plan.layout import PlannedLayout
 from zerofit.spec.errors import Problems

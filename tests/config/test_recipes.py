@@ -1,6 +1,6 @@
 import pytest
 
-from zerofit.config.decide import peak_lr, weight_decay
+from zerofit.config.recipe import peak_lr, weight_decay
 
 
 @pytest.mark.parametrize(

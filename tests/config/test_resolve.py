@@ -9,9 +9,8 @@ import pytest
 
 from zerofit.check.document import of_data
 from zerofit.check.dotted import get
-from zerofit.config.decide import decide, with_recipe
+from zerofit.config.decide import decide, resolve, with_recipe
 from zerofit.config.ds_json import bundled, find_config, read_document, read_for_run
-from zerofit.config.resolve import resolve
 from zerofit.config.validate import check_machine, check_model
 from zerofit.launch.ops import needed_ops
 from zerofit.spec.errors import Problems, UserError

@@ -25,7 +25,7 @@ from zerofit.check.reader import HUGGING_FACE, MARKS, Reader, guess
 from zerofit.check.rules.batch import ranks_of_batch
 from zerofit.check.scan import SyntaxFault
 from zerofit.check.subject import GivenArgument, RequestedValue, TargetHardware, UnclearValue
-from zerofit.config.decide import PAIRS
+from zerofit.config.decide import PAIRS, reasons
 from zerofit.config.ds_json import find_config, for_run, is_bundled, read_document, read_text
 from zerofit.config.validate import most_stages
 from zerofit.report.html_table import html_table
@@ -148,16 +148,12 @@ class CheckResult:
             message = "--resolve needs a model: bucket, prefetch and persistence sizes depend on it"
             raise UserError(Problem(kind="usage", message=message, hint="add --model NAME", where="--model"))
         from zerofit.app.job.resolve import PUBLISHED, cluster_machine, resolve_job
-        from zerofit.config.resolve import reasons
 
         config = self.document.config if self.document.generated else self.file
         machine = cluster_machine(self.cluster) if self.cluster else None
         request = self.request.updated(ds_config=config)
-        resolved = resolve_job(request, machine=machine, inputs=PUBLISHED)
-        plain = resolved.job.ds_config
-        return ResolvedConfig(
-            config=plain, reasons=reasons(self.document.config, plain, resolved.decision, self.hardware.facts)
-        )
+        job = resolve_job(request, machine=machine, inputs=PUBLISHED).job
+        return ResolvedConfig(config=job.ds_config, reasons=reasons(self.document.config, job))
 
     def _as_passed_to_deepspeed(self) -> ResolvedConfig:
         effective = effective_config(self.document.config, catalog(), self.hardware)

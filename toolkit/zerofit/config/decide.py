@@ -1,33 +1,51 @@
-"""Decides degrees, batch sizes, precision and optimizer from a run and a DeepSpeed JSON.
+"""Decide degrees, batch sizes, precision and optimizer from a run and a DeepSpeed JSON, and fill in the JSON.
 
 A value may be in the run or in the JSON. If their values differ, the error names both places.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from zerofit.check.aliases import documented_config
 from zerofit.check.check import check
 from zerofit.check.document import Document
-from zerofit.check.dotted import get
+from zerofit.check.dotted import autos, drop, get, leaves, put
 from zerofit.check.finding import Finding
-from zerofit.check.subject import TargetHardware
+from zerofit.check.subject import ZERO, TargetHardware
 from zerofit.config.batch import check_shares, solve, solve_by_rank
-from zerofit.config.validate import check_averages, check_combination, check_optimizer, check_part, check_schedule
-from zerofit.features.optimizers import OPTIMIZERS, of_json, run_name, usual_optimizer
+from zerofit.config.recipe import CNNS, Kind, peak_lr, warmup_steps, weight_decay
+from zerofit.config.validate import (
+    PIPE_PARTITIONED,
+    check_averages,
+    check_combination,
+    check_optimizer,
+    check_part,
+    check_schedule,
+)
+from zerofit.features.optimizer import TORCH_PARAMS
+from zerofit.features.optimizers import ENTRIES, OPTIMIZERS, of_json, run_name, usual_optimizer
 from zerofit.features.optimizers.adamw import ADAMW
+from zerofit.features.zero import ZENFLOW
 from zerofit.spec.errors import Problems
 from zerofit.spec.mesh import pipeline_parts
-from zerofit.spec.model_facts import Machine, ModelFacts, default_precision
+from zerofit.spec.model_facts import (
+    BUCKET_LIMIT,
+    Machine,
+    ModelFacts,
+    bucket_elements,
+    default_precision,
+    persistence_elements,
+    prefetch_elements,
+)
 from zerofit.spec.run import Run, RunRequest
-from zerofit.spec.run_folder import Batch, Layout
+from zerofit.spec.run_folder import Batch, Job, Layout
 
-# findings that do not stop a run, since it fills, fixes or checks the value itself (here, config.resolve,
-# config.validate, train.engines)
+# findings that do not stop a run, since it fills, fixes or checks the value itself (here, config.validate,
+# train.engines)
 SETTLED = frozenset(
     {
         "batch-missing",
@@ -64,17 +82,62 @@ PAIRS = {
 }
 SIZES = ("global_batch", "micro_batch", "gradient_accumulation_steps")
 DEGREES = ("tensor_parallel", "sequence_parallel", "expert_parallel")
-Kind = Literal["cnn", "transformer", "pretrained", "pretrained-cnn", "adapters", "gan"]  # first two: from scratch
-
-CNNS: tuple[Kind, ...] = ("cnn", "pretrained-cnn")
-BATCH, PARAMETERS = 16, 1.2e6  # the rates are for this number of samples per step and this model size (llama-tiny)
-SIZE_EXPONENT = -0.22  # between 6e-4 at 125 million parameters (Brown et al., 2020) and 1.5e-4 at 70 billion (Llama 3)
-LARGEST_SMALL = 3.0  # limit for smaller models, relative to the rate for 1.2 million parameters
-SGD_LINEAR_FROM, SGD_LINEAR_TO = 256, 8192  # samples
-
-# Loshchilov & Hutter, 2019, appendix B.1: the best decay falls with the square root of the steps. This gives the usual
-# 5e-4 and 2e-4 of CIFAR-10 and ImageNet (78,000 and 450,000 steps), and was best for LeNet on digits (1,800 steps).
-CNN_DECAY = 0.16
+_BUCKET = (
+    f"the number of trained parameters, but at most {BUCKET_LIMIT:,}: 100 MB (in 16 bits) saturate a link; "
+    "with its default of 5e8, DeepSpeed would allocate 1 GB"
+)
+# sizes under zero_optimization, in elements: how they are computed from the model, and why
+ZERO_SIZES: dict[str, tuple[Callable[[ModelFacts], int], str]] = {
+    "reduce_bucket_size": (lambda facts: bucket_elements(facts.trained_parameters), _BUCKET),
+    "allgather_bucket_size": (lambda facts: bucket_elements(facts.trained_parameters), _BUCKET),
+    "stage3_prefetch_bucket_size": (
+        lambda facts: prefetch_elements(facts.hidden_size),
+        "0.9 x width squared, about one weight matrix (as in transformers)",
+    ),
+    "stage3_param_persistence_threshold": (
+        lambda facts: persistence_elements(facts.hidden_size),
+        "10 x width: norms and biases stay on every rank, matrices are partitioned (as in transformers)",
+    ),
+    "offload_param.buffer_size": (
+        lambda facts: facts.largest_parameter,
+        "the largest parameter must fit into one swap buffer",
+    ),
+}
+# objects that may be null in DeepSpeed, as if they were missing
+NULLABLE = (f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param", "bf16", "optimizer.params")
+# key -> the reason for its value, if the value is not in the file
+_UNCLIPPED = "; ".join(f"0 with {entry.json_type}, {entry.clipping_why}" for entry in ENTRIES if not entry.clipping)
+_FULL = ", ".join(entry.json_type for entry in ENTRIES if entry.full_gradients)
+REASONS = {
+    "train_batch_size": "micro batch {micro} x accumulation {accumulation} x data parallel degree {dp}",
+    "train_micro_batch_size_per_gpu": "--micro-batch, else the largest up to 8 that divides the batch",
+    "gradient_accumulation_steps": "--gradient-accumulation-steps, else computed from the other two sizes",
+    "gradient_clipping": f"--gradient-clipping, else 1.0 ({_UNCLIPPED})",
+    "bf16.enabled": "--precision {precision}",
+    "fp16.enabled": "--precision {precision}",
+    "optimizer.type": "--optimizer, else SGD for a CNN from scratch, AdamW for all others",
+    "optimizer.params.lr": "--lr, else chosen by model and batch (docs/defaults.md)",
+    "optimizer.params.weight_decay": "--weight-decay, else 0.01; a CNN from scratch gets less (docs/defaults.md)",
+    "optimizer.params.momentum": "--momentum, else the optimizer's usual value",
+    "optimizer.params.betas": "{params_why}",
+    "optimizer.params.eps": "{params_why}",
+    "optimizer.params.torch_adam": "on the CPU, torch's Adam is as fast as DeepSpeed's Adam, which takes minutes to "
+    "compile",
+    "zero_force_ds_cpu_optimizer": "allows torch's Adam in host memory",
+    "zero_allow_untested_optimizer": "DeepSpeed's list of tested optimizers is short; zerofit tests this one",
+    f"{ZERO}.reduce_scatter": f"{_FULL} needs full gradient matrices",
+    "scheduler.params.warmup_min_lr": "the warm-up starts at 0",
+    "scheduler.params.warmup_max_lr": "the optimizer's learning rate",
+    "scheduler.params.warmup_num_steps": "--warmup-steps, else 5 % of the run",
+    "scheduler.params.total_num_steps": "the optimizer steps of the run",
+    "tensor_parallel.autotp_size": "--tensor-parallel",
+    "sequence_parallel_size": "--sequence-parallel",
+    **dict.fromkeys(
+        (f"pipeline.{key}" for key in PIPE_PARTITIONED),
+        "every tensor parallel rank needs the full activation, so splitting it would only add a gather",
+    ),
+    **{f"{ZERO}.{key}": why for key, (_, why) in ZERO_SIZES.items()},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,36 +332,122 @@ def _filled(
     )
 
 
-def peak_lr(kind: Kind, optimizer: str, batch: int, parameters: int) -> float:
-    """Return the default peak learning rate, to two digits.
-
-    The rate depends on the optimizer:
-    - SGD: the rate grows linearly above 256 samples (Goyal et al., 2017).
-    - Adafactor: the rate is fixed and relative to the weights.
-    - Other optimizers normalize their step. The rate grows with the square root of the batch between 4 and 64 samples
-      (Malladi et al., 2022). Above 64, good rates of language models hardly depend on the batch.
-
-    With these other optimizers, larger models from scratch get a lower rate, except with Muon. The rate of pretrained
-    models does not depend on their size. A GAN's rate is fixed, except with SGD.
-    """
-    rates = OPTIMIZERS.get(optimizer, ADAMW).rates
-    if rates.by_batch == "linear":
-        scale = min(max(batch, SGD_LINEAR_FROM), SGD_LINEAR_TO) / SGD_LINEAR_FROM
-    elif kind == "gan" or rates.by_batch == "fixed":
-        scale = 1.0
+def resolve(
+    config: Mapping[str, object],
+    decision: Decision,
+    facts: ModelFacts,
+    machine: Machine,
+    steps: int,
+    problems: Problems,
+) -> dict[str, Any]:
+    """Return the plain DeepSpeed JSON of a run. An "auto" that stays is a problem."""
+    # The result has plain values only: what is decided replaces "auto" and adds missing keys. All other keys stay.
+    resolved = copy.deepcopy(dict(config))
+    for path in NULLABLE:  # DeepSpeed reads null as a missing object
+        if get(resolved, path) is None:
+            drop(resolved, path)
+    run, layout, batch = decision.run, decision.layout, decision.batch
+    put(resolved, "train_micro_batch_size_per_gpu", batch.micro)
+    put(resolved, "gradient_accumulation_steps", batch.accumulation)
+    if layout.tp > 1 or layout.combined or batch.total != batch.micro * batch.accumulation * batch.dp:
+        # DeepSpeed counts tensor parallel ranks (runtime/config.py:471) and a combined layout's sequence ranks as data
+        # parallel, and supports only one micro batch for all ranks
+        drop(resolved, "train_batch_size")
     else:
-        scale = math.sqrt(min(max(batch / BATCH, 0.25), 4.0))
-        if kind not in ("pretrained", "pretrained-cnn", "adapters") and rates.by_size:
-            scale *= min((parameters / PARAMETERS) ** SIZE_EXPONENT, LARGEST_SMALL)
-    # the rate for a batch of BATCH samples and a model of PARAMETERS parameters; fine-tuning uses smaller steps
-    own = {"pretrained": rates.pretrained, "adapters": rates.adapters, "gan": rates.gan}
-    base = rates.scratch / 10 if kind == "pretrained-cnn" else own.get(kind)
-    return float(f"{(base or rates.scratch) * scale:.2g}")
+        put(resolved, "train_batch_size", batch.total)
+    # A block in the file keeps its other keys, such as the loss scale, even if it is disabled.
+    for name in ("bf16", "fp16"):
+        if run.precision == name or name in resolved:
+            put(resolved, f"{name}.enabled", run.precision == name)
+    _fill_optimizer(resolved, run, machine, layout)
+    for key, (size, _) in ZERO_SIZES.items():
+        if get(resolved, f"{ZERO}.{key}") == "auto":
+            put(resolved, f"{ZERO}.{key}", size(facts))
+    scheduler = {
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": run.lr,
+        "warmup_num_steps": warmup_steps(run, steps),
+        "total_num_steps": steps,
+    }
+    for key, value in scheduler.items():
+        if get(resolved, f"scheduler.params.{key}") == "auto":
+            put(resolved, f"scheduler.params.{key}", value)
+    put(resolved, "gradient_clipping", run.gradient_clipping)
+    _fill_degrees(resolved, layout, problems)
+    for path in autos(resolved):
+        problems.add("auto", f'{path} is "auto", and nothing fills it in', "write a value, or remove the key", path)
+    return resolved
 
 
-def weight_decay(kind: Kind, optimizer: str | None, steps: int) -> float:
-    """Return the default weight decay, to two digits."""
-    entry = OPTIMIZERS.get(optimizer or "", ADAMW)
-    if kind in CNNS and entry.coupled_decay:
-        return min(entry.weight_decay, float(f"{CNN_DECAY / math.sqrt(steps):.2g}"))
-    return entry.weight_decay
+# In a combined layout zerofit, not DeepSpeed, creates the groups.
+def _fill_degrees(config: dict[str, object], layout: Layout, problems: Problems) -> None:
+    """Fill in the degrees, or remove them for a combined layout."""
+    if layout.combined:
+        for key in ("tensor_parallel", "sequence_parallel_size", "expert_parallel"):
+            config.pop(key, None)
+        if layout.pp > 1 and layout.tp > 1:
+            for key in PIPE_PARTITIONED:
+                if get(config, f"pipeline.{key}") is None:
+                    put(config, f"pipeline.{key}", False)
+        return
+    for path, degree in (("tensor_parallel.autotp_size", layout.tp), ("sequence_parallel_size", layout.sp)):
+        if degree > 1 or get(config, path) is not None:
+            put(config, path, degree)
+    if layout.tp > 1:
+        _keep_full_logits(config, problems)
+
+
+def _keep_full_logits(config: dict[str, object], problems: Problems) -> None:
+    """Make each rank compute the loss from all logits.
+
+    By default DeepSpeed splits the vocabulary of a model with tied embeddings and expects its own loss
+    (runtime/engine.py:1125). Any other loss would be computed from one rank's part: a wrong loss without an error.
+    """
+    path = "tensor_parallel.vocab_parallel_lm_head"
+    if get(config, path) is True:
+        message = f"{path} gives each rank a part of the logits, but the loss needs all of them"
+        problems.add("vocab-parallel", message, "remove the key", path)
+    put(config, path, False)
+
+
+def _fill_optimizer(config: dict[str, Any], run: Run, machine: Machine, layout: Layout) -> None:
+    is_own_block = get(config, "optimizer.type", "auto") != "auto"  # a user's block gets no defaults for missing keys
+    if run.optimizer is not None:
+        put(config, "optimizer.type", OPTIMIZERS[run.optimizer].json_type)
+    params = {"lr": run.lr, "weight_decay": run.weight_decay, "momentum": run.momentum}
+    for key, value in params.items():
+        if value is not None:
+            put(config, f"optimizer.params.{key}", value)
+    entry = of_json(get(config, "optimizer.type"))
+    # These values replace only "auto". The optimizer's usual parameters below also fill in missing keys.
+    for key, value in (entry.auto if entry else TORCH_PARAMS).items():
+        if get(config, f"optimizer.params.{key}") == "auto":
+            put(config, f"optimizer.params.{key}", value)
+    for key, value in (entry.params if entry and not is_own_block else {}).items():
+        put(config, f"optimizer.params.{key}", value)
+    if machine.accelerator == "cpu" and entry and entry.torch_on_cpu and not ZENFLOW.on(config):  # needs the C++ op
+        # DeepSpeed's Adam is a C++ op that takes minutes to compile
+        config["optimizer"]["params"].setdefault("torch_adam", True)
+        if get(config, f"{ZERO}.offload_optimizer.device", "none") != "none":
+            config.setdefault("zero_force_ds_cpu_optimizer", False)
+    if layout.zero_stage and not (entry and entry.zero_tested):
+        config.setdefault("zero_allow_untested_optimizer", True)
+    if layout.zero_stage == 3 and entry and entry.full_gradients:
+        config[ZERO].setdefault("reduce_scatter", False)  # DeepSpeed refuses the default (runtime/zero/stage3.py:361)
+
+
+def reasons(config: Mapping[str, object], job: Job) -> list[dict[str, Any]]:
+    """Return `path`, `value` and `why` of each value of the job's JSON that is not in the file `config`, in order."""
+    words = {
+        "micro": job.batch.micro,
+        "accumulation": job.batch.accumulation,
+        "dp": job.batch.dp,
+        "precision": job.run.precision,
+        "params_why": OPTIMIZERS.get(job.run.optimizer or "", ADAMW).params_why,
+    }
+    missing = object()  # null is a value that a file can have
+    return [
+        {"path": path, "value": value, "why": REASONS.get(path, "").format(**words)}
+        for path, value in leaves(job.ds_config)
+        if get(config, path, missing) != value
+    ]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from zerofit.check.dotted import get
-from zerofit.config.resolve import warmup_steps
+from zerofit.config.recipe import warmup_steps
 from zerofit.data import Data, eval_batches
 from zerofit.features.optimizers import of_json
 from zerofit.models.build import batch_keys, forward_logits, forward_named, output_part, parameter_groups

@@ -15,9 +15,9 @@ from zerofit.app.job.model_facts import facts_of, max_positions_of
 from zerofit.app.job.requests import assumed_inputs, from_saved
 from zerofit.check.aliases import documented_config
 from zerofit.check.document import Document, of_data
-from zerofit.config.decide import Decision, Kind, decide, where, with_recipe
+from zerofit.config.decide import Decision, decide, resolve, where, with_recipe
 from zerofit.config.ds_json import read_for_run
-from zerofit.config.resolve import resolve
+from zerofit.config.recipe import Kind
 from zerofit.config.validate import check_machine, check_model, most_stages
 from zerofit.data import Data, check_data, default_data, open_data
 from zerofit.data.tokenizer import has_tokenizer
@@ -48,7 +48,7 @@ ASSUMED_STEPS = 1000  # steps of a run without data or steps; only learning rate
 #   request ─► saved model's name, hub snapshot, stages of `--pipeline auto`   `resolve_job`
 #           ─► model source and task, DeepSpeed JSON, degrees, batch sizes     `_decide`       (no data, no model)
 #           ─► data, inputs, facts of the model on the meta device             `open_model`
-#           ─► steps, learning rate, schedule, filled-in DeepSpeed JSON        `config.resolve`
+#           ─► steps, learning rate, schedule, filled-in DeepSpeed JSON        `config.decide.resolve`
 #
 # Problems are collected in one list. It is raised if the next step cannot run with these problems, so a user sees
 # as many problems as possible at once.
@@ -86,7 +86,6 @@ class ResolvedJob:
 
     job: Job
     ds_source: dict[str, object]  # the user's DeepSpeed JSON with documented key names, "auto" values included
-    decision: Decision  # values decided from run and JSON, and warnings about the JSON
     machine: Machine
     inputs: Inputs | None
 
@@ -148,7 +147,7 @@ def resolve_job(
         facts=opened.facts,
         ds_config=ds_config,
     )
-    return ResolvedJob(job=job, ds_source=ds_source, decision=decision, machine=machine, inputs=opened.inputs)
+    return ResolvedJob(job=job, ds_source=ds_source, machine=machine, inputs=opened.inputs)
 
 
 def with_stages(request: RunRequest, devices: int, report: Reporter) -> RunRequest:
