@@ -78,7 +78,7 @@ def rank(folder: RunFolder) -> None:
 
 def measured(options: dict[str, Any], output: Path) -> dict[str, Any]:
     """Start both ranks, and return what rank 0 wrote."""
-    from zerofit.app.training.prepare_folder import prepare
+    from zerofit.app.training.train import prepare
 
     folder = prepare(load_run(None, COMMON | options | {"output": output}), Reporter()).folder
     machine = this_machine()

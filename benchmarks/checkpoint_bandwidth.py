@@ -65,7 +65,7 @@ def main() -> int:
 
 def prepared(ranks: int, output: Path) -> RunFolder:
     """A run folder with a job that nobody has started."""
-    from zerofit.app.training.prepare_folder import prepare
+    from zerofit.app.training.train import prepare
     from zerofit.spec.events import Reporter
 
     options = {"model": "gpt2", "model_args": MODEL, "data": "synthetic:512", "seq_len": 32, "micro_batch": 1}

@@ -30,7 +30,7 @@ from typing import Any
 
 from turns import TIMEOUT_S, Line, Turn
 
-from zerofit.app.training.prepare_folder import prepare
+from zerofit.app.training.train import prepare
 from zerofit.launch.host import environment, this_machine
 from zerofit.launch.local import free_port, launcher
 from zerofit.spec.events import Reporter

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from zerofit.app.training.prepare_folder import prepare
+from zerofit.app.training.train import prepare
 from zerofit.data import open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find

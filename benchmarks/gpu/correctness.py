@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import zerofit as zf
-from zerofit.app.training.prepare_folder import make_ready, prepare
+from zerofit.app.training.prepare_folder import make_ready
+from zerofit.app.training.train import prepare
 from zerofit.config.ds_json import read_for_run
 from zerofit.data import Order, open_data
 from zerofit.launch.host import environment, this_machine

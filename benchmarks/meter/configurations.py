@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import torch
 
-from zerofit.app.training.prepare_folder import prepare
+from zerofit.app.training.train import prepare
 from zerofit.config.ds_json import read_for_run
 from zerofit.data import open_data
 from zerofit.features.optimizers import OPTIMIZERS

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from zerofit.app.training.prepare_folder import prepare
+from zerofit.app.training.train import prepare
 from zerofit.app.tuning.job import TuneJob
 from zerofit.launch.host import environment, this_machine
 from zerofit.launch.local import free_port

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from tests.checkpoint.conftest import RUNS
 from zerofit.app.checkpoints import Checkpoint
-from zerofit.app.training.prepare_folder import prepare
+from zerofit.app.training.train import prepare
 from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.foreign import foreign_at
 from zerofit.checkpoint.foreign_facts import facts_of, verify_foreign

@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from zerofit.app.training.prepare_folder import Gate, make_ready, prepare
+from zerofit.app.training.prepare_folder import make_ready
+from zerofit.app.training.train import Gate, prepare
 from zerofit.launch.host import environment, this_machine
 from zerofit.launch.local import free_port, launcher
 from zerofit.launch.ops import build_ops, needed_ops

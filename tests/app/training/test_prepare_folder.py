@@ -8,7 +8,8 @@ from contextlib import ExitStack
 import pytest
 
 from zerofit.app.training import prepare_folder
-from zerofit.app.training.prepare_folder import find_folder, make_ready, prepare
+from zerofit.app.training.prepare_folder import find_folder, make_ready
+from zerofit.app.training.train import prepare
 from zerofit.launch.run_lock import CommandLock, held
 from zerofit.spec.errors import UserError
 from zerofit.spec.events import Reporter

@@ -26,9 +26,10 @@ from zerofit.app.clusters.hosts import (
 )
 from zerofit.app.fitting.fit import OUT_OF_MEMORY, fitted, leaner_next
 from zerofit.app.training.memory_gate import MemoryGate
-from zerofit.app.training.prepare_folder import find_folder, make_ready, prepare, resuming
+from zerofit.app.training.prepare_folder import find_folder, make_ready, resuming
 from zerofit.app.training.result import TrainingResult, finished_before
 from zerofit.app.training.run_ranks import run_ranks
+from zerofit.app.training.train import prepare
 from zerofit.checkpoint.store import Store, expected_bytes
 from zerofit.config.batch import regroup, shown
 from zerofit.doctor.check import FAIL, OK, Check

@@ -14,9 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from zerofit.app.clusters.hosts import machine_of
-from zerofit.app.training.prepare_folder import PreparedRun, resuming
+from zerofit.app.training.prepare_folder import resuming
 from zerofit.app.training.result import TrainingResult
-from zerofit.app.training.train import claim, train_at
+from zerofit.app.training.train import PreparedRun, claim, train_at
 from zerofit.launch.host import environment, this_machine
 from zerofit.launch.hostfile import Host
 from zerofit.launch.local import GUARD, HERE, LaunchSite, free_port

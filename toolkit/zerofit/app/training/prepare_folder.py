@@ -1,36 +1,25 @@
-"""Find the run folder of a start, write the job into it, and archive earlier leftovers."""
+"""Find the run folder of a start and the checkpoint to resume from, and archive earlier leftovers."""
 
 from __future__ import annotations
 
-import platform
 import re
 import secrets
 import shutil
-import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import nn
-
-from zerofit.app.job.resolve import ResolvedJob, resolve_job
-from zerofit.app.planning.job_forecast import forecast_step_s
 from zerofit.checkpoint.compatible import obstacles, same_storage
 from zerofit.checkpoint.foreign import Foreign, foreign_at
 from zerofit.checkpoint.store import CheckpointEntry, Manifest, Store, is_own, quick_look, verify
 from zerofit.features.optimizers import of_json
-from zerofit.launch.run_lock import CommandLock, refuse_if_held
+from zerofit.launch.run_lock import refuse_if_held
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
-from zerofit.spec.files import atomic_write, number_in, parse_line, write_json
+from zerofit.spec.files import atomic_write, number_in, parse_line
 from zerofit.spec.foreign import read_json, refused
-from zerofit.spec.local_machine import versions
-from zerofit.spec.model_facts import Machine
 from zerofit.spec.partial_training import PART_FIELDS
 from zerofit.spec.run import Run, RunRequest, flag
-from zerofit.spec.run_folder import FittedLayout, Job, Layout, MemoryForecast, RunFolder, Start
-from zerofit.spec.stages import stages_of
+from zerofit.spec.run_folder import Job, Layout, RunFolder, Start
 
 # What a start in a used folder resumes from: the newest checkpoint whose bytes verify. Newer, damaged checkpoints get a
 # note. All fields that decide the weights must be equal (SAME_RUN); other changes are notes. If the layout has
@@ -43,68 +32,6 @@ UNREMARKABLE |= {"profile", "profile_ranks", "check_loss", "record_memory"}
 # all that a start has written if it was killed before plan.json was complete
 BEGUN = re.compile(r"logs|(run|profile)\.json|\.(run|profile|plan)\.json\.\w+")
 ADAMS = ("adam", "adamw")  # optimizers whose states are called exp_avg and exp_avg_sq by other programs
-
-
-Gate = Callable[[RunRequest, ResolvedJob, Path], MemoryForecast | None]
-Fitter = Callable[[RunRequest, RunFolder], tuple[RunRequest, FittedLayout | None]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreparedRun:
-    """A job that is ready for ranks to start, and its folder."""
-
-    job: Job
-    folder: RunFolder
-    machine: Machine
-
-
-def prepare(
-    request: RunRequest,
-    report: Reporter,
-    machine: Machine | None = None,
-    lock: CommandLock | None = None,
-    model: nn.Module | None = None,
-    gate: Gate | None = None,
-    fitter: Fitter | None = None,
-) -> PreparedRun:
-    """Resolve the run, find the checkpoint to resume from and create the run folder.
-
-    `machine`: the devices of all hosts together; this machine if None. `lock`: locks the run folder before files are
-    written into it. `model`: used instead of the run's model. `gate`: forecasts memory. If the run does not fit, the
-    gate raises an error before any file is written. `fitter`: chooses the layout if the run requests it.
-    Raises UserError with all problems.
-    """
-    # If `zerofit launch` starts the ranks again, the command has locked the folder already.
-    problems = Problems()
-    folder = (lock and lock.folder) or problems.attempt(lambda: find_folder(request.run))
-    fit = None
-    if fitter and folder:
-        request, fit = fitter(request, folder)
-    elif fitter:  # still report all other problems
-        request = request.updated(fit=False)
-    resolved = resolve_job(request, machine=machine, report=report, problems=problems, model=model)
-    assert folder
-    if stages := stages_of(resolved.job):
-        report.stages(stages)
-    forecast = gate(request, resolved, folder.path) if gate else None
-    step_s = forecast_step_s(resolved) if gate and machine is None else None
-    start = find_start(resolved.job, folder, report)
-    batch = resolved.job.batch
-    if start and start.shares:
-        batch = replace(batch, by_rank=start.shares)
-    job = replace(resolved.job, batch=batch, start=start, forecast=forecast, fit=fit, step_s=step_s)
-    try:
-        folder.logs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        problem = Problem(kind="output-unwritable", message=f"cannot create the run folder: {error}", where="--output")
-        raise UserError(problem) from None
-    if lock:
-        lock.take(folder)
-    job.write(folder, resolved.ds_source)
-    device = {name: getattr(resolved.machine, name) for name in ("accelerator", "devices", "cores")}
-    python = {"versions": versions(), "python": sys.version.split()[0], "platform": platform.platform()}
-    write_json(folder.env, {**python, **device, "device": resolved.machine.device_name})
-    return PreparedRun(job=job, folder=folder, machine=resolved.machine)
 
 
 def find_folder(run: Run) -> RunFolder:

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from zerofit.app.job.requests import as_request
 from zerofit.app.job.resolve import find_model
 from zerofit.app.training.memory_gate import MemoryGate
-from zerofit.app.training.prepare_folder import make_ready, prepare
+from zerofit.app.training.prepare_folder import make_ready
 from zerofit.app.training.result import TrainingResult
+from zerofit.app.training.train import prepare
 from zerofit.launch.host import this_machine
 from zerofit.launch.hostfile import Host
 from zerofit.launch.local import free_port

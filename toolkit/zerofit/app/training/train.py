@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
+import platform
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
+from torch import nn
+
 from zerofit.app.fitting.fit import fitted, leaner_next
 from zerofit.app.job.requests import as_request
+from zerofit.app.job.resolve import ResolvedJob, resolve_job
+from zerofit.app.planning.job_forecast import forecast_step_s
 from zerofit.app.training.memory_gate import MemoryGate
-from zerofit.app.training.prepare_folder import PreparedRun, make_ready, prepare
+from zerofit.app.training.prepare_folder import find_folder, find_start, make_ready
 from zerofit.app.training.result import TrainingResult, finished_before
 from zerofit.app.training.run_ranks import run_ranks
 from zerofit.launch.hostfile import Host
 from zerofit.launch.local import LaunchSite, local_site
 from zerofit.launch.ops import build_ops, needed_ops
 from zerofit.launch.run_lock import CommandLock
-from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter, shielded
-from zerofit.spec.files import read_jsonl
+from zerofit.spec.files import read_jsonl, write_json
+from zerofit.spec.local_machine import versions
 from zerofit.spec.model_facts import Machine
 from zerofit.spec.run import Run, RunRequest
-from zerofit.spec.run_folder import RunFolder
+from zerofit.spec.run_folder import FittedLayout, Job, MemoryForecast, RunFolder
+from zerofit.spec.stages import stages_of
 from zerofit.watch.supervise import Watch
+
+Gate = Callable[[RunRequest, ResolvedJob, Path], MemoryForecast | None]
+Fitter = Callable[[RunRequest, RunFolder], tuple[RunRequest, FittedLayout | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun:
+    """A job that is ready for ranks to start, and its folder."""
+
+    job: Job
+    folder: RunFolder
+    machine: Machine
 
 
 @overload
@@ -119,6 +140,55 @@ def claim(
     for note in make_ready(prepared.folder, prepared.job.start):
         report.note(note)
     return prepared, None
+
+
+def prepare(
+    request: RunRequest,
+    report: Reporter,
+    machine: Machine | None = None,
+    lock: CommandLock | None = None,
+    model: nn.Module | None = None,
+    gate: Gate | None = None,
+    fitter: Fitter | None = None,
+) -> PreparedRun:
+    """Resolve the run, find the checkpoint to resume from and create the run folder.
+
+    `machine`: the devices of all hosts together; this machine if None. `lock`: locks the run folder before files are
+    written into it. `model`: used instead of the run's model. `gate`: forecasts memory. If the run does not fit, the
+    gate raises an error before any file is written. `fitter`: chooses the layout if the run requests it.
+    Raises UserError with all problems.
+    """
+    # If `zerofit launch` starts the ranks again, the command has locked the folder already.
+    problems = Problems()
+    folder = (lock and lock.folder) or problems.attempt(lambda: find_folder(request.run))
+    fit = None
+    if fitter and folder:
+        request, fit = fitter(request, folder)
+    elif fitter:  # still report all other problems
+        request = request.updated(fit=False)
+    resolved = resolve_job(request, machine=machine, report=report, problems=problems, model=model)
+    assert folder
+    if stages := stages_of(resolved.job):
+        report.stages(stages)
+    forecast = gate(request, resolved, folder.path) if gate else None
+    step_s = forecast_step_s(resolved) if gate and machine is None else None
+    start = find_start(resolved.job, folder, report)
+    batch = resolved.job.batch
+    if start and start.shares:
+        batch = replace(batch, by_rank=start.shares)
+    job = replace(resolved.job, batch=batch, start=start, forecast=forecast, fit=fit, step_s=step_s)
+    try:
+        folder.logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = Problem(kind="output-unwritable", message=f"cannot create the run folder: {error}", where="--output")
+        raise UserError(problem) from None
+    if lock:
+        lock.take(folder)
+    job.write(folder, resolved.ds_source)
+    device = {name: getattr(resolved.machine, name) for name in ("accelerator", "devices", "cores")}
+    python = {"versions": versions(), "python": sys.version.split()[0], "platform": platform.platform()}
+    write_json(folder.env, {**python, **device, "device": resolved.machine.device_name})
+    return PreparedRun(job=job, folder=folder, machine=resolved.machine)
 
 
 def train_at(
