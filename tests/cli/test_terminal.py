@@ -6,6 +6,7 @@ import ast
 import io
 import json
 import logging
+import os
 import re
 import sys
 import traceback
@@ -158,14 +159,19 @@ def test_a_stream_without_unicode_is_safe_too(monkeypatch):
     assert ascii_only.buffer.getvalue() == b"\\xe9t\\xe9\nerror: \\x07\\xe9\n"  # type: ignore[attr-defined]
 
 
-def test_a_full_disk_of_the_answer_is_no_bug(monkeypatch, capsys):
-    full = io.StringIO()
-    monkeypatch.setattr(full, "write", Path("/dev/full").write_text)
-    with monkeypatch.context() as patched, pytest.raises(SystemExit) as stopped:
-        patched.setattr(sys, "stdout", full)
-        main.main(["check", "zero3", "--json"])
-    assert stopped.value.code == 2
-    assert "cannot write the answer: No space left on device" in capsys.readouterr().err
+@pytest.mark.parametrize("words", [["check", "zero3", "--json"], ["--help"], ["--version"], ["models"], []])
+def test_output_that_cannot_be_written_is_no_bug(monkeypatch, capsys, words):
+    """Standard output is a full disk, then a closed pipe. Without words, the shell asks for its completion."""
+    if not words:
+        monkeypatch.setenv("_ZEROFIT_COMPLETE", "bash_source")
+    reader, closed = os.pipe()
+    os.close(reader)
+    for target, code, said in (("/dev/full", 2, "cannot write the answer: No space left on device"), (closed, 1, "")):
+        with open(target, "wb", buffering=0) as raw, monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", io.TextIOWrapper(raw, write_through=True))
+            with pytest.raises(SystemExit) as stopped:
+                main.main(words, prog_name="zerofit")
+        assert stopped.value.code == code and bool(said) == bool(err := capsys.readouterr().err) and said in err
 
 
 @pytest.mark.parametrize("order", [one for one in ORDERS if "\udce9" not in one])

@@ -83,29 +83,36 @@ class Commands(click.Group):
         return super().parse_args(ctx, args)
 
     def main(self, args: Sequence[str] | None = None, *arguments: Any, **options: Any) -> object:
-        """Run the command line with safe output; under a launcher only the first rank prints."""
+        """Run the command line with safe output; under a launcher only the first rank prints.
+
+        click's errors exit with code 2, bugs in zerofit with 70.
+        """
+        own = _before_dashes(sys.argv if args is None else args)
         # click has not parsed anything yet, but its errors must not appear once per rank either.
         with safe_output(), ExitStack() as stack:
-            world = _world(NO_SSH in _before_dashes(sys.argv if args is None else args))
+            world = _world(NO_SSH in own)
             if world and world.rank:
                 # Every process of the launcher runs this command, but the answer should appear only once.
                 null = stack.enter_context(open(os.devnull, "w"))
                 stack.enter_context(redirect_stdout(null))
                 stack.enter_context(redirect_stderr(null))
-            return super().main(args, *arguments, **options)
+            # --help, --version and shell completion print before `invoke`, so their errors are handled here, too.
+            try:
+                return super().main(args, *arguments, **options)
+            except BrokenPipeError:  # click handles it, except in shell completion
+                sys.exit(1)
+            except Exception as error:
+                fail_internally(error, "--json" in own)
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command. click's errors exit with code 2, bugs in zerofit with 70."""
+        """Run the command, and print errors of its usage as JSON if `--json` is given."""
         try:
             return super().invoke(ctx)
-        # click prints its own errors. Only their JSON is missing.
-        except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError) as error:
-            if ctx.meta["json"] and isinstance(error, click.UsageError):
+        except click.UsageError as error:  # click prints its own errors. Only their JSON is missing.
+            if ctx.meta["json"]:
                 problem = Problem(kind="usage", message=error.format_message(), hint="see --help")
                 print(json.dumps({"error": problem.as_dict()}), flush=True)
             raise
-        except Exception as error:
-            fail_internally(error, ctx.meta["json"])
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
