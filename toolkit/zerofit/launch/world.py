@@ -172,18 +172,17 @@ class Member:
     host: str
     local_rank: int
     cores: tuple[int, ...]  # number of cores that it may use
-    gpus: int | None  # number of GPUs that it may see; None: all
+    gpus: int | None  # number of GPUs that it may see; None: all, or unknown
     versions: Mapping[str, str]
 
     @classmethod
-    def here(cls, world: World, versions: Mapping[str, str]) -> Member:
+    def here(cls, world: World, versions: Mapping[str, str], gpus: int | None) -> Member:
         """Return this process as a member of the run."""
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return cls(
             host=socket.gethostname(),
             local_rank=world.local_rank,
             cores=tuple(sorted(os.sched_getaffinity(0))),
-            gpus=None if visible is None else len([part for part in visible.split(",") if part.strip()]),
+            gpus=gpus,
             versions=dict(versions),
         )
 

@@ -218,6 +218,15 @@ def gpu_memory(count: int) -> list[Gpu]:
     return []
 
 
+def visible_gpus() -> int | None:
+    """Return how many GPUs CUDA_VISIBLE_DEVICES leaves this process; None if not set or unknown."""
+    # A container may have GPUs but no nvidia-smi. So the number is unknown if no GPU is found.
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        with suppress(UserError):
+            return len(nvidia_gpus() or amd_gpus()) or None
+    return None
+
+
 def _visible(rows: list[list[str]]) -> list[list[str]]:
     """Return the rows of the GPUs that CUDA_VISIBLE_DEVICES names, in its order.
 

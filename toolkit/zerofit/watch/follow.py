@@ -12,7 +12,7 @@ from zerofit.launch.local import GUARD
 from zerofit.launch.parent_death import end_with_parent
 from zerofit.launch.rendezvous import Rendezvous
 from zerofit.launch.world import Member, World
-from zerofit.spec.local_machine import versions
+from zerofit.spec.local_machine import versions, visible_gpus
 from zerofit.spec.run_folder import RunFolder
 from zerofit.watch.launch_spec import JOINED
 
@@ -27,7 +27,7 @@ def follow(world: World) -> int:
     """
     end_with_parent(os.getppid())
     rendezvous = Rendezvous(world)
-    rendezvous.report(asdict(Member.here(world, versions())))
+    rendezvous.report(asdict(Member.here(world, versions(), visible_gpus())))
     for order in rendezvous.orders():
         if "see" in order:
             rendezvous.answer(_why_not_visible(Path(order["see"])))

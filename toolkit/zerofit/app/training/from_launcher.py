@@ -25,7 +25,7 @@ from zerofit.launch.rendezvous import Rendezvous
 from zerofit.launch.world import LOOPBACK, Member, World, hosts_of, threads_of
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter, shielded
-from zerofit.spec.local_machine import versions
+from zerofit.spec.local_machine import versions, visible_gpus
 from zerofit.spec.run import RunRequest
 from zerofit.spec.run_folder import RunFolder
 from zerofit.watch.supervise import Watch
@@ -72,7 +72,7 @@ class _Leading:
         self._watch: Watch | None = None  # set when the others become guards
 
     def train(self, request: RunRequest) -> TrainingResult:
-        self._rendezvous.report(asdict(Member.here(self._world, versions())))
+        self._rendezvous.report(asdict(Member.here(self._world, versions(), visible_gpus())))
         reports = self._rendezvous.reports(self._report.phase)
         members = [Member(**{**values, "cores": tuple(values["cores"])}) for values in reports]
         machine = this_machine()
