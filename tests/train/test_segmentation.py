@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 import zlib
 from pathlib import Path
@@ -90,7 +91,7 @@ def folder(tmp_path_factory) -> Path:
 def test_image_and_mask_are_cut_together(folder):
     run = Run(model="fcn-tiny", data=f"segmentation:{folder}", image_size=32)
     data = open_data(run, "segmentation", None, Reporter())
-    assert data.inputs == SegmentationInputs(channels=3, size=32, classes=2)
+    assert (data.inputs, data.notes) == (SegmentationInputs(channels=3, size=32, classes=2), ())
     assert (len(data.train), len(data.valid)) == (36, 4)
     batch = data.train.batch(range(8), range(8))
     bright = batch["inputs"].mean(1) > -0.4
@@ -99,6 +100,17 @@ def test_image_and_mask_are_cut_together(folder):
     assert bright[inside].float().mean() > 0.97 and bright[outside].float().mean() < 0.03
     again = data.train.batch(range(8), range(8))
     assert torch.equal(again["inputs"], batch["inputs"]) and torch.equal(again["labels"], batch["labels"])
+
+
+def test_values_with_gaps_are_reported(folder, tmp_path):
+    """Masks with 0, 7 and 255, as exported by tools that number all their labels, train eight classes."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    for file in (tmp_path / "masks").iterdir():
+        mask = np.array(Image.open(file))
+        mask[mask == 1] = 7
+        Image.fromarray(mask).save(file)
+    data = open_data(Run(model="fcn-tiny", data=f"segmentation:{tmp_path}"), "segmentation", None, Reporter())
+    assert data.inputs.classes == 8 and "have 2 different values from 0 to 7, so the model has 8 classes" in data.notes[0]
 
 
 def test_bad_folders_are_refused_with_names(tmp_path):

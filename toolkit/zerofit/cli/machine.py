@@ -87,9 +87,11 @@ def _show_findings(result: dict[str, Any]) -> None:
     total = f"{count[FAIL]} failed, {counted(count[WARN], 'warning')}, {count[OK]} ok"
     print_verdict(console, "NOT READY" if count[FAIL] else "READY", total, good=not count[FAIL])
     show_checks(checks, result["hosts"], console)
-    print_facts(
-        console, [("next", "zerofit calibrate measures the speeds that `zerofit plan`, `tune` and `--fit` use")], 6
-    )
+    if count[FAIL]:
+        following = "follow the advice for what failed, and repeat this command"
+    else:
+        following = "zerofit calibrate measures the speeds that `zerofit plan`, `tune` and `--fit` use"
+    print_facts(console, [("next", following)], 6)
 
 
 def _show_report(result: dict[str, Any]) -> None:

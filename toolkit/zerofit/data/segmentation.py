@@ -104,7 +104,7 @@ def open_segmentation(name: str, run: Run, task: Task, progress: Reporter) -> Da
     """
     root = Path(name.removeprefix("segmentation:")).expanduser().absolute()
     parts = [_pairs(root, folder) for folder in split_folders(root)]
-    classes, bad = _checked(root, [pair for part in parts for pair in part], progress)
+    values, bad = _checked(root, [pair for part in parts for pair in part], progress)
     if bad and not run.skip_bad:
         raise bad_images(f"{len(bad)} bad images or masks", root, bad)
     good = [[pair for pair in part if pair.image not in bad] for part in parts]
@@ -113,9 +113,14 @@ def open_segmentation(name: str, run: Run, task: Task, progress: Reporter) -> Da
         if not part:
             message = f"{root} has no readable {what} images with masks"
             raise data_error("empty-data", message, HINT)
+    classes = max(values, default=0) + 1
     if classes < 2:
         message = f"the masks in {root} have only one class, so there is nothing to learn"
         raise data_error("data-classes", message, "mask values are classes from 0; 255 means no class")
+    notes = [f"{len(bad)} broken images or masks skipped"] if bad else []
+    if len(values) < classes:
+        found = f"the masks have {len(values)} different values from 0 to {classes - 1}, so the model has {classes} classes"
+        notes.append(f"{found}; if some of these classes do not exist, renumber the others from 0 without gaps")
     size = run.image_size or USUAL_SIZE
     images = SegmentedImages(root=root, pairs=tuple(train), size=size, train=True)
     return Data(
@@ -123,7 +128,7 @@ def open_segmentation(name: str, run: Run, task: Task, progress: Reporter) -> Da
         train=images,
         valid=replace(images, pairs=tuple(valid), train=False),
         inputs=SegmentationInputs(channels=3, size=size, classes=classes, **IMAGENET.units()),
-        notes=(f"{len(bad)} broken images or masks skipped",) if bad else (),
+        notes=tuple(notes),
     )
 
 
@@ -144,8 +149,8 @@ def _pairs(root: Path, folder: Path) -> list[MaskedImage]:
 
 
 # The number of classes is known only after reading all masks, so they are read once before training.
-def _checked(root: Path, pairs: list[MaskedImage], progress: Reporter) -> tuple[int, dict[str, str]]:
-    """Return the number of classes, and bad images with reasons, and cache them."""
+def _checked(root: Path, pairs: list[MaskedImage], progress: Reporter) -> tuple[list[int], dict[str, str]]:
+    """Return the classes that occur, and bad images with reasons, and cache them."""
     # Unlike for image folders, one result covers all files: the number of classes depends on every mask.
     stats = [(root / file).stat() for pair in pairs for file in (pair.image, pair.mask)]
     stamps = [f"{stat.st_size} {stat.st_mtime_ns}" for stat in stats]
@@ -156,30 +161,30 @@ def _checked(root: Path, pairs: list[MaskedImage], progress: Reporter) -> tuple[
         with waiting_lock(store.with_suffix(".lock"), f"another process checks the masks in {root}", progress):
             try:
                 known = json.loads(store.read_text())
-                return known["classes"], known["bad"]
+                return known["values"], known["bad"]
             except (OSError, ValueError, KeyError):
                 checking = f"checking the masks in {root}"
                 checks = decode_all(checking, pairs, lambda pair: _check_pair(root, pair), progress)
                 bad = {pair.image: reason for pair, (_, reason) in zip(pairs, checks, strict=True) if reason}
-                classes = max((value for value, _ in checks), default=-1) + 1
-                write_text(store, json.dumps({"classes": classes, "bad": bad}))
-                return classes, bad
+                values = sorted(set[int]().union(*(found for found, _ in checks)))
+                write_text(store, json.dumps({"values": values, "bad": bad}))
+                return values, bad
 
 
-def _check_pair(root: Path, pair: MaskedImage) -> tuple[int, str]:
-    """Return the largest class of the mask, -1 for a bad pair, and what is wrong, "" if nothing."""
+def _check_pair(root: Path, pair: MaskedImage) -> tuple[list[int], str]:
+    """Return the classes in the mask, none for a bad pair, and what is wrong, "" if nothing."""
     from PIL import Image
 
     try:
         with Image.open(root / pair.image) as image, Image.open(root / pair.mask) as mask:
             as_rgb(image)
             if mask.tile and str(mask.tile[0][3]).startswith("L;"):  # Pillow scales the values to 0 to 255
-                return -1, "the mask has gray values of 2 or 4 bits; save it with 8 bits"
+                return [], "the mask has gray values of 2 or 4 bits; save it with 8 bits"
             if mask.mode not in ("1", "L", "P"):
-                return -1, f"the mask has mode {mask.mode}, but needs one number below 256 per pixel"
+                return [], f"the mask has mode {mask.mode}, but needs one number below 256 per pixel"
             if mask.size != image.size:
-                return -1, f"its mask has {mask.size[0]}x{mask.size[1]} pixels, not {image.size[0]}x{image.size[1]}"
+                return [], f"its mask has {mask.size[0]}x{mask.size[1]} pixels, not {image.size[0]}x{image.size[1]}"
             values = np.array(mask, dtype=np.uint8)
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, ...
-        return -1, short_reason(error)
-    return int(values[values != UNLABELLED].max(initial=0)), ""
+        return [], short_reason(error)
+    return np.unique(values[values != UNLABELLED]).tolist(), ""
