@@ -109,8 +109,16 @@ def test_features_without_a_forecast_are_refused_with_what_to_do_instead(stored,
         assert "cannot forecast" in wrong["message"] and instead in wrong["hint"]
 
 
+def test_a_json_at_which_deepspeed_stops_is_refused(stored, tmp_path):
+    file = tmp_path / "old.json"
+    file.write_text('{"zero_optimization": {"stage": 3,\n "mics_shard_size": 2}, "fp16": {"enable": true}}')
+    removed, unknown = refused(*stored, "--ds-config", file)
+    assert "mics_shard_size was removed" in removed["message"] and removed["where"].startswith(f"{file}:2:2")
+    assert unknown["hint"] == "did you mean enabled?"
+
+
 def test_what_the_forecast_leaves_out_is_a_note():
-    config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8, "mics_shard_size": -1}}
+    config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}
     config["data_types"] = {"grad_accum_dtype": "fp32"}
     left_out = "zero_optimization.zero_hpz_partition_size, data_types.grad_accum_dtype"
     (note,) = PlanningRequest(model="gpt2", pins={"ds_config": config}).notes

@@ -119,8 +119,9 @@ def open_segmentation(name: str, run: Run, task: Task, progress: Reporter) -> Da
         raise data_error("data-classes", message, "mask values are classes from 0; 255 means no class")
     notes = [f"{len(bad)} broken images or masks skipped"] if bad else []
     if len(values) < classes:
-        found = f"the masks have {len(values)} different values from 0 to {classes - 1}, so the model has {classes} classes"
-        notes.append(f"{found}; if some of these classes do not exist, renumber the others from 0 without gaps")
+        found = f"the masks have {len(values)} different values from 0 to {classes - 1}"
+        hint = "if some of these classes do not exist, renumber the others from 0 without gaps"
+        notes.append(f"{found}, so the model has {classes} classes; {hint}")
     size = run.image_size or USUAL_SIZE
     images = SegmentedImages(root=root, pairs=tuple(train), size=size, train=True)
     return Data(

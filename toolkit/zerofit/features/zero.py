@@ -134,12 +134,6 @@ DEEPCOMPILE = ZeroFeature(
     op="DeepCompileBuilder",
     counted=False,
 )
-MICS = ZeroFeature(
-    path=f"{ZERO}.mics_shard_size",
-    docs="MiCS: groups of this many ranks each keep all parameters and states, divided among the ranks of the group.",
-    off=(None, 0, -1),
-    counted=False,
-)
 GRADIENTS_IN_FP32 = ZeroFeature(
     path="data_types.grad_accum_dtype",
     docs="Gradients are accumulated in this type.",
@@ -175,7 +169,6 @@ ZERO_FEATURES: tuple[ZeroFeature, ...] = (
     SUPER_OFFLOAD,
     TWIN_FLOW,
     DEEPCOMPILE,
-    MICS,
     GRADIENTS_IN_FP32,
     TORCH_AUTOCAST,
     *NARROW_MASTERS,

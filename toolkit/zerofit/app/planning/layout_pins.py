@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypedDict
 
+from zerofit.check.aliases import documented_config
+from zerofit.check.catalog import catalog
 from zerofit.check.document import of_data
 from zerofit.check.dotted import get
-from zerofit.config.decide import precision_of
+from zerofit.check.keys import keys
+from zerofit.check.subject import TargetHardware
+from zerofit.config.decide import precision_of, where
 from zerofit.config.ds_json import read_for_run
 from zerofit.features.checkpointing import Checkpointing
 from zerofit.features.optimizers import OPTIMIZERS, PLANNED, Optimizer, run_name
@@ -143,13 +148,20 @@ def savings_of(given: Mapping[str, object], config: Mapping[str, object]) -> Sav
 def read_config(ds_config: str | Mapping[str, object] | None) -> dict[str, Any]:
     """Return the DeepSpeed JSON of a file, bundled name or dictionary; {} for None.
 
-    Raises UserError.
+    Keys have their documented names. Raises UserError with unknown and removed keys and with wrong values.
     """
     if ds_config is None:
         return {}
-    if isinstance(ds_config, str):
-        return read_for_run(ds_config).config
-    return of_data(dict(ds_config)).config
+    document = read_for_run(ds_config) if isinstance(ds_config, str) else of_data(dict(ds_config))
+    name, problems = ds_config if isinstance(ds_config, str) else "--ds-config", Problems()
+    # Only these faults are certain. A rule about several keys may depend on a value that the plan searches.
+    for fault in keys(document.config, catalog(), TargetHardware()):
+        if fault.severity == "error":
+            position = document.place(fault.path)
+            located = replace(fault, line=position.line, column=position.column)
+            problems.add(fault.code, f"{fault.message}. {fault.why}", fault.fix, where(located, document, name))
+    problems.raise_if_any()
+    return documented_config(document.config)
 
 
 def knobs_of(pins: Mapping[str, object], config: Mapping[str, object]) -> dict[str, Any]:
