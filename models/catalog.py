@@ -19,7 +19,7 @@ from zerofit.models.names import Match, preset_of, relatives
 from zerofit.models.presets import NAMED, PRESETS, Config
 from zerofit.spec.errors import ModelError
 from zerofit.spec.files import stays_inside
-from zerofit.spec.foreign import Unreadable, read_json
+from zerofit.spec.foreign import CONVERSIONS, Unreadable, read_json
 from zerofit.spec.model_facts import Task
 from zerofit.spec.named_code import names_callable
 from zerofit.spec.partial_training import PartialTraining
@@ -275,8 +275,10 @@ def _from_path(name: str, path: Path) -> ModelSource:
 
 def read_config(file: Path) -> Config:
     """Read a config.json of transformers or of a diffusers denoiser. Raises ModelError."""
+    seen = [file] if file.is_file() else file.parent.glob("*")
+    conversion = next((hint for f in seen for name, hint in CONVERSIONS.items() if f.match(name)), "")
     if not file.is_file():
-        hint = "give a folder with config.json, or a model from `zerofit models`"
+        hint = conversion or "give a folder with config.json, or a model from `zerofit models`"
         if (file.parent / "run.json").is_file():
             hint = f"for a run folder use {file.parent}/model (its weights) or {file.parent}/run.json (the run)"
         if (file.parent / "adapter_config.json").is_file():
@@ -289,7 +291,7 @@ def read_config(file: Path) -> Config:
     except OSError as error:
         raise ModelError("model-config", f"cannot read {file}: {error.strerror or error}", CONFIG_HINT) from None
     except Unreadable as error:
-        raise ModelError("model-config", f"{file} is not a model config: {error}", CONFIG_HINT) from None
+        raise ModelError("model-config", f"{file} is not a model config: {error}", conversion or CONFIG_HINT) from None
     if "_class_name" in config and "model_type" not in config:
         if config["_class_name"] not in DENOISERS:
             message = f"{file} is for diffusers' {config['_class_name']}; supported: {', '.join(DENOISERS)}"
@@ -298,7 +300,8 @@ def read_config(file: Path) -> Config:
         return config
     if "model_type" not in config:
         message = f'{file} is not a config.json of transformers: it has no "model_type"'
-        raise ModelError("model-config", message, 'e.g. {"model_type": "llama", "hidden_size": 512}')
+        hint = conversion or 'e.g. {"model_type": "llama", "hidden_size": 512}'
+        raise ModelError("model-config", message, hint)
     try:
         _ConfigKeys.model_validate(config)
     except ValidationError as error:

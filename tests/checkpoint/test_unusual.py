@@ -210,7 +210,7 @@ def script(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "write", "message"),
     [
-        ("m.gguf", lambda path: path.write_bytes(b"GGUF\x03\0\0\0"), "GGUF"),
+        ("m.gguf", lambda path: path.write_bytes(b"GGUF\x03\0\0\0"), "GGUF file; convert it with"),
         ("m.h5", lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n"), "HDF5"),
         ("m.npz", lambda path: numpy.savez(path, a=numpy.ones(2)), "NumPy"),
         ("state.pt", lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\n"), "git lfs pull"),

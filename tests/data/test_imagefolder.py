@@ -80,7 +80,7 @@ def test_files_that_are_no_images_are_counted(folder, opened):
     for name in ("cat/a.HEIC", "dog/b.heic", "dog/notes.txt"):
         (folder / name).write_bytes(b"")
     notes = opened("image", data=f"imagefolder:{folder}", image_size=16).notes
-    assert "3 files without the suffix of an image not used: 2 .heic, 1 .txt" in notes
+    assert "3 files skipped, whose suffix is not an image's: 2 .heic, 1 .txt" in notes
 
 
 def test_broken_images_are_named(broken, refused):

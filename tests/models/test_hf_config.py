@@ -180,6 +180,15 @@ def test_a_model_with_code_of_its_own_is_simulated_with_its_script(tmp_path):
     assert "zerofit simulate -- COMMAND" in caught.value.hint
 
 
+@pytest.mark.parametrize(("name", "tool"), [("m.gguf", "gguf_file=NAME"), ("params.json", "convert_llama_weights")])
+def test_weights_of_other_formats_are_refused_with_their_conversion(tmp_path, name, tool):
+    (tmp_path / name).write_text('{"dim": 4096}' if name.endswith("json") else "GGUF\3")
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(ModelError) as caught:
+            find(str(path))
+        assert tool in caught.value.hint
+
+
 def test_a_folder_of_the_hubs_cache_names_its_newest_snapshot(tmp_path):
     for name in ("a" * 40, "b" * 40):
         (snapshot := tmp_path / "models--org--name" / "snapshots" / name).mkdir(parents=True)

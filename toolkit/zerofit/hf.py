@@ -246,13 +246,6 @@ def _folder(chosen: Path | str | None, args: TrainingArguments) -> Path:
     return folder
 
 
-def _private_bytes() -> int:
-    """Return this process's memory in bytes, without pages of files such as libraries."""
-    # a simulation counts no pages of files either: the kernel can drop them
-    memory = resident_memory()
-    return memory.now - memory.file
-
-
 class MemoryAgainstForecast(TrainerCallback):
     """Compares the memory of this rank with a forecast. Warns once if it exceeds the forecast.
 
@@ -265,7 +258,7 @@ class MemoryAgainstForecast(TrainerCallback):
         self.forecast_bytes = forecast if isinstance(forecast, int) else forecast.peak_bytes
         self.tolerance = tolerance
         self.measured_bytes = 0
-        self._before, self._warned = _private_bytes(), False
+        self._before, self._warned = resident_memory().private, False
 
     @property
     def ratio(self) -> float:
@@ -278,7 +271,7 @@ class MemoryAgainstForecast(TrainerCallback):
             # a peak; on a CPU, only the memory between steps is seen
             now = torch.cuda.max_memory_allocated(args.device)
         else:
-            now = _private_bytes() - self._before
+            now = resident_memory().private - self._before
         self.measured_bytes = max(self.measured_bytes, now)
         if self.ratio > 1 + self.tolerance and not self._warned:
             self._warned = True

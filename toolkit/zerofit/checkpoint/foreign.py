@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from zerofit.spec.foreign import CONVERSIONS
+
 Format = Literal["deepspeed", "universal", "dcp", "torch", "safetensors"]
 MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 # In bf16 the names begin with bf16_ (DeepSpeed's runtime/engine.py, `_get_zero_ckpt_prefix`). Its
@@ -31,7 +33,7 @@ FILES: dict[str, Format] = {".safetensors": "safetensors", **dict.fromkeys((".bi
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 # what zerofit does not read: the first bytes of files, and names of files in folders
 MAGIC = {
-    b"GGUF": "a GGUF file (llama.cpp)",
+    b"GGUF": f"a GGUF file; {CONVERSIONS['*.gguf']}",
     b"\x89HDF": "an HDF5 file (Keras)",
     b"\x1f\x8b": "a gzip archive; unpack it first",
     b"version https://git-lfs": "a pointer of Git LFS without the file; run `git lfs pull`",
@@ -39,7 +41,7 @@ MAGIC = {
 }
 OTHERS = {
     "adapter_config.json": "a folder of peft's adapters: `ckpt export PATH OUT --merge` writes the full model",
-    "*.gguf": "a GGUF file (llama.cpp), or a folder with one",
+    "*.gguf": f"a GGUF file, or a folder with one; {CONVERSIONS['*.gguf']}",
     "_CHECKPOINT_METADATA": "an Orbax checkpoint (JAX)",
     "*/_CHECKPOINT_METADATA": "a folder with an Orbax checkpoint (JAX)",
     "flax_model*.msgpack": "a Flax model (JAX)",

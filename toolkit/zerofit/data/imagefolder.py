@@ -216,7 +216,7 @@ def _notes(classes: list[str], train: list[ImageFile], bad: dict[str, str], othe
         yield f"{counted(len(bad), 'broken image')} skipped"
     if others:
         kinds = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(5))
-        yield f"{counted(others.total(), 'file')} without the suffix of an image not used: {kinds}"
+        yield f"{counted(others.total(), 'file')} skipped, whose suffix is not an image's: {kinds}"
 
 
 # Decoding all images takes as long as an epoch, so the result is cached by name, size and time of each file. Without

@@ -27,6 +27,12 @@ MAX_BYTES = 256 << 20  # the index of a checkpoint with a million tensors has 10
 LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS + 1}}}")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 KINDS = {dict: "an object", list: "a list", str: "a string"}
+# files of other formats -> how to convert them; transformers 5 no longer has the script for Meta's
+CONVERSIONS = {
+    "*.gguf": "convert it with transformers and gguf: from_pretrained(FOLDER, gguf_file=NAME).save_pretrained(OUT)",
+    "params.json": "these are original weights: use the model's version for transformers, or convert them with "
+    "`python -m transformers.models.llama.convert_llama_weights_to_hf` of transformers 4",
+}
 
 T = TypeVar("T")
 

@@ -39,6 +39,11 @@ class ResidentMemory(NamedTuple):
     file: int  # part of `now`: pages of libraries and mapped files
     shared: int  # part of `now`: shared with other processes, or pinned for a GPU
 
+    @property
+    def private(self) -> int:
+        """The bytes of `now` that are neither files, whose pages the kernel can drop, nor shared."""
+        return self.now - self.file - self.shared
+
 
 def resident_memory() -> ResidentMemory:
     """Return the resident memory of this process, in about 30 microseconds."""

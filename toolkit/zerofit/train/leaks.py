@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch._ops import OpOverload
@@ -14,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zerofit.spec.process import resident_memory
 from zerofit.spec.units import shown_bytes
 from zerofit.train.first_not_finite import is_dense, model_line
 
@@ -22,7 +21,6 @@ from zerofit.train.first_not_finite import is_dense, model_line
 # are freed earlier, and optimizer states are older.
 GROWING, LIFETIME = 10, 2  # steps
 LEAST_BYTES = 1 << 20  # growth over GROWING steps; recorded losses need less
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 MOST_LINES, LEAST_SHARE = 2, 0.05  # lines in the warning, and the least share of the leak for a line
 
 
@@ -75,11 +73,10 @@ class LeakWatch:
             self._sizes = []  # not torch's tensors: look again after GROWING steps
 
     def _size(self) -> int:
-        """Return the bytes of tensors on a GPU; on a CPU the process's memory without mapped files."""
+        """Return the bytes of tensors on a GPU; on a CPU the process's private memory."""
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
-        resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
-        return (resident - shared) * PAGE_BYTES
+        return resident_memory().private
 
 
 class _Allocations(TorchDispatchMode):
