@@ -39,6 +39,7 @@ def test_failing_trials_are_results_and_the_winner_trains(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     tune = ("tune", "run.yaml", "--space", "space.yaml", "--output", "tuned")
     (tmp_path / "tuned_net.py").write_text(MINE)
+    (tmp_path / "yaml.py").write_text("raise ImportError")  # a user's file is not part of zerofit
     (tmp_path / "run.yaml").write_text("model: tuned_net:Net\ndata: digits\nglobal_batch: 16\nlr: 1.0e-2\nsteps: 4\n")
     (tmp_path / "space.yaml").write_text(yaml.safe_dump(SPACE))
     code, answer, err = said(*tune, "--minutes", "20")

@@ -132,7 +132,7 @@ import deepspeed
 import torch
 
 net = torch.nn.Linear(64, 64)
-config = {"train_micro_batch_size_per_gpu": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3},
+config = {"train_micro_batch_size_per_gpu": MICRO, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3},
           "optimizer": {"type": "AdamW"}}
 engine, optimizer, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
 for _ in range(50):
@@ -142,9 +142,12 @@ for _ in range(50):
 
 
 def test_a_step_of_an_engines_optimizer_is_one_of_the_engine(folder):
+    """Fabric writes a micro batch of 1 into the engine's JSON, whatever its loader has."""
     by_engine, direct = (
-        simulated(DIRECT.replace("STEP", step)) for step in ("engine.step()", "optimizer.step(); optimizer.zero_grad()")
+        simulated(DIRECT.replace("STEP", step).replace("MICRO", micro))
+        for step, micro in (("engine.step()", "8"), ("optimizer.step(); optimizer.zero_grad()", "1"))
     )
+    assert facts(by_engine).facts.micro_batch == facts(direct).facts.micro_batch == 8
     assert [p.name for p in direct.phases if p.step >= 0] == 2 * ["forward", "backward", "step"]
     assert [p.name for p in by_engine.phases] == [p.name for p in direct.phases]
     assert [p.peak_bytes for p in by_engine.phases] == [p.peak_bytes for p in direct.phases]

@@ -145,7 +145,8 @@ def _derived(version: str) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     logging.getLogger(__name__).warning("reading the configuration keys of DeepSpeed %s (once) ...", version)
     # in another process: importing DeepSpeed takes seconds and may log to standard output
-    done = subprocess.run([sys.executable, "-m", "zerofit.check.derive"], capture_output=True, text=True, check=False)
+    argv = [sys.executable, "-P", "-m", "zerofit.check.derive"]  # -P: the user's folder may have a yaml.py
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode:
         message = f"cannot read the configuration keys of DeepSpeed {version}: {done.stderr.strip()[-600:]}"
         raise RunFailed(Problem(kind="deepspeed", message=message, hint="does `python -c 'import deepspeed'` work?"))

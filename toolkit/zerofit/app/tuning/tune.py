@@ -247,7 +247,7 @@ def _start(job: TuneJob, candidate: Candidate, place: Path) -> subprocess.Popen[
     # A process of its own can run out of memory or hang without harm to the search. It ends if this process dies.
     file = place / "run.yaml"
     file.write_text(yaml.safe_dump(job.trial_run(candidate), sort_keys=False), encoding="utf-8")
-    argv = [sys.executable, "-m", "zerofit.launch.parent_death", str(os.getpid()), COMMAND]
+    argv = [sys.executable, "-P", "-m", "zerofit.launch.parent_death", str(os.getpid()), COMMAND]
     argv += ["launch", *job.host_flags] if job.hosts else ["train"]
     argv += [str(file), "--output", str(place / "run"), "--json", "--trust-model-code"]
     argv += ["--anyway"] if job.anyway else []

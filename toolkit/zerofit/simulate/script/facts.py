@@ -81,6 +81,8 @@ def script_facts(
     sizes = [elements_of(p) for p in parameters]
     trained = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
     steps = max(phases.steps.values())
+    # Lightning Fabric steps the optimizer, not the engine, whose batch sizes then are placeholders (1 x 1).
+    sizing = engine if engine and (engine.global_steps or not phases.steps[id(engine)]) else None
     main = max(models, key=lambda model: sum(map(elements_of, model.parameters())))
     model = unwrapped(main)
     blocks, repeated = repeated_blocks(model)
@@ -105,8 +107,8 @@ def script_facts(
         sharding=f"ZeRO-{engine.zero_optimization_stage()}" if engine else _sharding(main),
         precision=_precision(engine, main, parameters, meter.autocast),
         optimizer=_optimizer(engine, phases),
-        micro_batch=engine.train_micro_batch_size_per_gpu() if engine else shapes.micro_batch,
-        accumulation=engine.gradient_accumulation_steps() if engine else max(1, phases.micro_batches // steps),
+        micro_batch=sizing.train_micro_batch_size_per_gpu() if sizing else shapes.micro_batch,
+        accumulation=sizing.gradient_accumulation_steps() if sizing else max(1, phases.micro_batches // steps),
         checkpointing=any(getattr(m, "gradient_checkpointing", False) for model in models for m in model.modules()),
         shapes=tuple(sorted(shapes.seen)),
         longest_seen=shapes.longest,
