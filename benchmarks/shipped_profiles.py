@@ -1,12 +1,13 @@
-"""Make the profiles of named models that ship with zerofit (models/profiles), or hold them against the code.
+"""Make the profiles of named models that ship with zerofit (models/profiles), or compare them with the code.
 
-    python benchmarks/shipped_profiles.py [WORD...]         # makes what is missing or stale: 3 s a model and setting
-    python benchmarks/shipped_profiles.py --check [WORD...] # traces all again and compares; exit code 1: one differs
-    python benchmarks/shipped_profiles.py --check --every 40    # a sample, for a change that should change nothing
+    python benchmarks/shipped_profiles.py                   # traces all that ship, writes those that differ: 15 minutes
+    python benchmarks/shipped_profiles.py --check           # the same, but writes none; exit code 1: one differs
+    python benchmarks/shipped_profiles.py --check --sample  # only one model of each architecture: 5 minutes
+    python benchmarks/shipped_profiles.py NAME...           # these models, also if they do not ship yet
 
-WORDs are those of `zerofit models`. A profile is stale where its model's config has changed. All are stale where the
-code that traces has: `fingerprint` says so, and a test holds it. A check that finds no difference writes the
-fingerprint anew. Each model is written at once, so that a run can be stopped and goes on.
+The profiles are for GPUs in bf16, at each model's default length. Where the code that traces has changed, all may be
+outdated: `fingerprint` says so, and a test holds it. A run over all models or the sample writes the fingerprint anew if
+the profiles are those that the code makes.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ import hashlib
 import json
 import lzma
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rich.progress import track
+
 from zerofit.models import shipped_profiles as shipped
-from zerofit.models.names import model_table
-from zerofit.models.presets import NAMED
+from zerofit.models.presets import NAMED, PRESETS
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import atomic_write
 from zerofit.spec.profile import Profile
@@ -35,83 +36,68 @@ ROOT = Path(__file__).parents[1]
 FINGERPRINT = shipped.FOLDER / "fingerprint.txt"
 TRACER = "zerofit.simulate.costs.profile"
 ROOMS = ("models", "simulate", "train")  # whose code a trace runs; `spec` has only types for it
-# device, precision, length; the usual ones first
-SETTINGS = (("cuda", "bf16", None), ("cpu", "fp32", None), ("cuda", "fp16", None), ("cuda", "bf16", 4096))
+SETTING = ("cuda", "bf16")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="*", metavar="WORD")
-    parser.add_argument("--check", action="store_true", help="compare, and make nothing")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="compare only every Nth")
-    parser.add_argument("--settings", type=int, default=len(SETTINGS), help="how many of the settings, the usual first")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="named models [all that ship]")
+    parser.add_argument("--check", action="store_true", help="compare, and write no profile")
+    parser.add_argument("--sample", action="store_true", help="only the first model of each architecture")
     arguments = parser.parse_args()
-    rows = model_table(tuple(arguments.words))
-    wanted: list[tuple[str, str, str, int | None]] = [
-        (str(row["name"]), device, precision, seq_len)
-        for device, precision, seq_len in SETTINGS[: arguments.settings]
-        for row in rows
-        if ships(str(row["name"]), seq_len)
-    ]
-    if arguments.check:
-        there = [one for one in wanted if one[0] in shipped.read_lines(file_of(*one))][:: arguments.every]
-        differing = [one for one in there if not same(*one)]
-        print(f"{len(there)} compared, {len(differing)} differ: {differing}")
-        if there and not differing:
-            FINGERPRINT.write_text(fingerprint() + "\n")
-        sys.exit(bool(differing))
-    make(wanted)
-
-
-def ships(model: str, seq_len: int | None) -> bool:
-    """Return whether this length of a model is made: other ones than its own of language models alone."""
-    return NAMED[model].kind != "gan" and (seq_len is None or NAMED[model].kind == "causal-lm")
-
-
-def make(wanted: list[tuple[str, str, str, int | None]]) -> None:
-    """Trace what is missing or stale, and write it at once."""
-    if not FINGERPRINT.is_file() or FINGERPRINT.read_text().strip() != fingerprint():
-        for file in shipped.FOLDER.glob("*.xz"):
-            file.unlink()  # made by other code
-        shipped.FOLDER.mkdir(exist_ok=True)
+    names = arguments.names or shipped_models()
+    if arguments.sample:
+        names = list({_architecture(name): name for name in reversed(names)}.values())
+    differing = []
+    for name in track(names, description="tracing", disable=not sys.stderr.isatty()):
+        if not same(name):
+            differing.append(name)
+            if not arguments.check:
+                write(name)
+    print(f"{len(names)} compared, {len(differing)} differ: {', '.join(differing)}")
+    # --sample has not looked at the others of an architecture that differs
+    if not arguments.names and not (differing and (arguments.check or arguments.sample)):
         FINGERPRINT.write_text(fingerprint() + "\n")
-    for model, device, precision, seq_len in wanted:
-        file, start = file_of(model, device, precision, seq_len), time.perf_counter()
-        lines = shipped.read_lines(file)
-        if lines.get(model, ("",))[0] == shipped.config_digest(model):
-            continue
-        try:
-            profile = traced(model, device, precision, seq_len)
-        except Exception as error:  # a model that is not longer than so many tokens, or has no such form
-            print(f"{model} {device} {precision} {seq_len or ''}: left out, {error}", flush=True)
-            continue
-        write_lines(file, {**lines, model: (shipped.config_digest(model), text_of(profile))})
-        print(f"{model} {device} {precision} {seq_len or ''}: {time.perf_counter() - start:.1f} s", flush=True)
+    sys.exit(bool(differing and arguments.check))
 
 
-def same(model: str, device: str, precision: str, seq_len: int | None) -> bool:
+def shipped_models() -> list[str]:
+    """Return the names of the models whose profiles ship, in the order of the table of models."""
+    names = {name for file in shipped.FOLDER.glob("*.xz") for name in shipped.read_lines(file)}
+    return [name for name in NAMED if name in names]
+
+
+def same(model: str) -> bool:
     """Return whether the shipped profile is the one that a trace gives now."""
-    digest, text = shipped.read_lines(file_of(model, device, precision, seq_len))[model]
-    return digest == shipped.config_digest(model) and text == text_of(traced(model, device, precision, seq_len))
+    return shipped.read_lines(file_of(model)).get(model) == (shipped.config_digest(model), traced(model))
 
 
-def traced(model: str, device: str, precision: str, seq_len: int | None) -> Profile:
-    """Return the profile as `zerofit plan MODEL` makes it."""
+@cache
+def traced(model: str) -> str:
+    """Return the profile as `zerofit plan MODEL` makes it, as JSON in one line."""
     from zerofit.app.planning.profiles import ProfileRequest, trace
 
-    return trace(ProfileRequest(model=model, device=device, precision=precision, seq_len=seq_len), Reporter())
+    device, precision = SETTING
+    return text_of(trace(ProfileRequest(model=model, device=device, precision=precision), Reporter()))
 
 
-def file_of(model: str, device: str, precision: str, seq_len: int | None) -> Path:
-    """Return the file that has the model in this setting."""
-    return shipped.profile_file(NAMED[model].family, device, precision, seq_len)
+def file_of(model: str) -> Path:
+    """Return the file that has the model."""
+    return shipped.profile_file(NAMED[model].family, *SETTING)
 
 
-def write_lines(file: Path, lines: dict[str, tuple[str, str]]) -> None:
-    """Write a family's profiles, the same bytes for the same profiles."""
+def write(model: str) -> None:
+    """Write a model's profile into its family's file, the same bytes for the same profiles."""
+    file = file_of(model)
+    lines = {**shipped.read_lines(file), model: (shipped.config_digest(model), traced(model))}
     rows = ["\t".join((name, *lines[name])) for name in sorted(lines)]
     with atomic_write(file) as out:
         out.write(lzma.compress(("\n".join(rows) + "\n").encode(), preset=9 | lzma.PRESET_EXTREME))
+
+
+def _architecture(model: str) -> str:
+    config = PRESETS.get(model, {})
+    return str(config.get("model_type") or config.get("_class_name") or model)
 
 
 def text_of(profile: Profile) -> str:

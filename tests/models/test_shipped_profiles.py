@@ -18,7 +18,7 @@ LLAMA = ProfileRequest(model="llama-3.1-8b", precision="bf16", device="cuda")
 
 def test_the_code_that_traces_is_the_one_that_made_them():
     made = maker.FINGERPRINT.read_text().strip()
-    again = "run benchmarks/shipped_profiles.py --check --every 40; where profiles differ, without --check"
+    again = "run benchmarks/shipped_profiles.py --check --sample; where profiles differ, without options"
     assert made == maker.fingerprint(), again
 
 
@@ -36,7 +36,7 @@ def test_words_are_not_part_of_the_fingerprint():
 
 @pytest.mark.parametrize("model", ["lenet", "mlp-table", "bert-base"])
 def test_a_shipped_profile_is_what_a_trace_gives(model):
-    assert maker.same(model, "cuda", "bf16", None)
+    assert maker.same(model)
 
 
 def test_every_line_is_read_as_a_profile_of_its_model():
