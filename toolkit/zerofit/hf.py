@@ -258,7 +258,7 @@ class MemoryAgainstForecast(TrainerCallback):
         self.forecast_bytes = forecast if isinstance(forecast, int) else forecast.peak_bytes
         self.tolerance = tolerance
         self.measured_bytes = 0
-        self._before, self._warned = resident_memory().private, False
+        self._before, self._warned = resident_memory().without_files, False
 
     @property
     def ratio(self) -> float:
@@ -271,7 +271,7 @@ class MemoryAgainstForecast(TrainerCallback):
             # a peak; on a CPU, only the memory between steps is seen
             now = torch.cuda.max_memory_allocated(args.device)
         else:
-            now = resident_memory().private - self._before
+            now = resident_memory().without_files - self._before
         self.measured_bytes = max(self.measured_bytes, now)
         if self.ratio > 1 + self.tolerance and not self._warned:
             self._warned = True

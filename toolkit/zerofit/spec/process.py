@@ -40,9 +40,9 @@ class ResidentMemory(NamedTuple):
     shared: int  # part of `now`: shared with other processes, or pinned for a GPU
 
     @property
-    def private(self) -> int:
-        """The bytes of `now` that are neither files, whose pages the kernel can drop, nor shared."""
-        return self.now - self.file - self.shared
+    def without_files(self) -> int:
+        """The bytes of `now` that are not pages of files, which the kernel can drop."""
+        return self.now - self.file
 
 
 def resident_memory() -> ResidentMemory:

@@ -73,10 +73,10 @@ class LeakWatch:
             self._sizes = []  # not torch's tensors: look again after GROWING steps
 
     def _size(self) -> int:
-        """Return the bytes of tensors on a GPU; on a CPU the process's private memory."""
+        """Return the bytes of tensors on a GPU; on a CPU the process's memory without mapped files."""
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
-        return resident_memory().private
+        return resident_memory().without_files
 
 
 class _Allocations(TorchDispatchMode):

@@ -34,6 +34,15 @@ RULES = (
         why='DeepSpeed stops: "Muon and all2all process group cannot be used together"',
         source="runtime/zero/stage3.py:363",
     ),
+    JsonRule(
+        code="muon-ns-method",
+        path="optimizer.params.ns_method",
+        when="optimizer == 'muon' and has(path) and value not in ('gram', 'standard', 'auto')",
+        message="ns_method is ${value}; allowed: gram, standard",
+        why='DeepSpeed stops: "ns_method must be one of ..."',
+        fix="use one of them, or remove it (gram)",
+        source="runtime/zero/muon/original_muon.py:386",
+    ),
 )
 
 
