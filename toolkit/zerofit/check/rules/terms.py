@@ -62,8 +62,9 @@ def masters_in_16_bits(c: CheckSubject) -> bool:
 
 
 def uses_bf16_optimizer(c: CheckSubject) -> bool:
-    """Return whether DeepSpeed uses its BF16_Optimizer (runtime/engine.py:2305)."""
-    return c.bf16 and c.stage == 1 and c.word(ACCUMULATION) in ("fp32", "float32")
+    """Return whether DeepSpeed uses its BF16_Optimizer with ZeRO (runtime/engine.py:2305)."""
+    in_fp32 = c.word(ACCUMULATION) in ("fp32", "float32")
+    return c.bf16 and c.stage == 1 and in_fp32 and c.offload("optimizer") != "cpu"
 
 
 def steps_in_one_copy(c: CheckSubject) -> bool:
