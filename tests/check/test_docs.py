@@ -26,6 +26,6 @@ def test_conditions_are_at_lines_of_the_installed_deepspeed():
     assert found and found.origin
     text = (DOCS / "deepspeed-conditions.md").read_text()
     places = re.findall(r"`((?:\w+/)*\w+\.py):(\d+)`", text)
-    assert len(places) == text.count(".py:")
+    assert len(places) == text.count(".py:") > 0
     files = {name: len(Path(found.origin).parent.joinpath(name).read_text().splitlines()) for name, _ in places}
     assert [(name, line) for name, line in places if int(line) > files[name]] == []

@@ -225,11 +225,11 @@ TENSOR_AND_SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": 2, "ranks": 4}
         ({"zero_optimization": {"stage": 7}}, {}, "allowed: 0, 1, 2, 3"),
         ("zero2", {"optimizer": "muon", "gradient_clipping": 1.0}, "--gradient-clipping 0"),
         ("pipeline", {"pipeline": 2, "optimizer": "muon"}, "find embedding and head"),
-        ("zero2", {"momentum": 0.9}, "has no momentum"),
+        ("zero2", {"momentum": 0.9}, "sets no momentum for AdamW"),
         ("zero2", {"optimizer": "adafactor"}, "use --ds-config zero0, or --optimizer adamw8bit"),
         ("zero0", {"optimizer": "adafactor", "pipeline": 2, "precision": "bf16"}, "use --precision fp32"),
         ("zero0", {"optimizer": "adafactor", "tensor_parallel": 2, "ranks": 2}, "use --tensor-parallel 1"),
-        ("zero0", {"optimizer": "adafactor", "momentum": 0.9}, "Adafactor has no momentum"),
+        ("zero0", {"optimizer": "adafactor", "momentum": 0.9}, "sets no momentum for Adafactor"),
         ("zero2_offload", {"optimizer": "adamw8bit"}, "unpacks all states to float32"),
         ("zero3_offload", {"optimizer": "paged-adamw8bit"}, "remove offload_optimizer"),
         (

@@ -67,7 +67,8 @@ SETTLED = frozenset(
 FATAL = frozenset({"nvme-path", "monitor-package", "autotuning-on"})
 UNUSED = frozenset({"hybrid-engine"})  # warnings that are errors in zerofit's runs, which generate nothing
 
-# field of the run -> dotted path in the DeepSpeed JSON
+# field of the run -> dotted path in the DeepSpeed JSON, for fields with a value of their own. A switch, such as
+# activation_offload, is on if the run or the JSON has it on, so the two cannot differ: `_filled` reads both.
 PAIRS = {
     "micro_batch": "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps": "gradient_accumulation_steps",

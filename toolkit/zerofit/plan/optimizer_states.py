@@ -2,7 +2,7 @@
 
 Both come from the optimizer's entry in `features.optimizers`. Adam is torch's Adam on a CPU and DeepSpeed's
 FusedAdam on a GPU. Other optimizers come from torch 2.14 and bitsandbytes 0.50.2. SGD has momentum and weight
-decay, as in `train`.
+decay, as by default in `train`. So the forecast is too high for runs without them.
 """
 
 from __future__ import annotations

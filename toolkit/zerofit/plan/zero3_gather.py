@@ -228,7 +228,8 @@ class _Gathering:
 #
 #     live elements    0 <= gathered <= stage3_max_live_parameters
 #     fetch(module)    its own parameters, then the next ones until stage3_prefetch_bucket_size elements
-#     release(module)  unless the next use is within stage3_max_reuse_distance elements, or fetching has passed it
+#     release(module)  unless the next use is within stage3_max_reuse_distance elements, or fetching has reached a
+#                      later use
 #     persistence      smaller parameters than stage3_param_persistence_threshold are never released
 class _Coordinator:
     """Gathers and releases parameters as modules begin and end, like DeepSpeed's coordinator.

@@ -42,7 +42,7 @@ class Node:
     gpus: int
     host_bytes: int  # host memory
     host_bandwidth: float  # of host memory: channels x transfers x 8 bytes
-    network: float  # to other nodes, per GPU
+    network: float  # to other nodes, per GPU: 6.25e9 if 8 GPUs share 400 Gb/s
     nvme_read: float  # of all local disks together
     nvme_write: float
     source: str
@@ -98,7 +98,7 @@ GPU_MODEL = {
 }
 UNIFIED = {"unified_memory": "true if the GPU uses the host's memory [false]"}
 NODE_FIGURES = {
-    "network": "bandwidth to other nodes, per second and device: 50GB",
+    "network": "bandwidth to other nodes, per second and device: 50GB; 6.25GB if 8 devices share 400 Gb/s",
     "gpus": "devices per node [8]",
     "host_memory": "host memory per node [1TiB]",
     "host_bandwidth": "bandwidth of a node's host memory, per second: 512GB [614.4GB]",

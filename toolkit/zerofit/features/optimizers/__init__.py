@@ -64,5 +64,5 @@ def refusals(optimizer: str | None, setting: TrainingSetting) -> Iterator[Refusa
         return
     if setting.momentum is not None and entry.momentum is None:
         hint = "leave it out, or use --optimizer sgd"
-        yield Refusal(f"{entry.json_type} has no momentum", hint, where="--momentum", kind="conflict")
+        yield Refusal(f"zerofit sets no momentum for {entry.json_type}", hint, where="--momentum", kind="conflict")
     yield from entry.refuses(setting)
