@@ -69,6 +69,12 @@ ROWS = torch.ones(8, 64, 1)
         ("binary_cross_entropy_with_logits", (FLOAT, FLOAT, None, None, 0)),
         ("logsumexp", (TURNED, [-1])),
         ("_euclidean_dist", (FLOAT, FLOAT[:60])),
+        ("mm", (FLOAT[:1, :1].expand(100, 100), FLOAT)),
+        ("mm", (FLOAT.mT, FLOAT)),
+        ("addmm", (FLOAT, FLOAT, FLOAT[:, :1].expand(100, 100))),
+        ("_linalg_svd", (FLOAT.mT,)),
+        ("linalg_inv_ex", (torch.eye(100),)),
+        ("cholesky_solve", (torch.eye(100).mT, torch.eye(100).mT)),
     ],
 )
 def test_copies_that_kernels_make_anywhere(op, args):
@@ -111,6 +117,8 @@ def test_autograd_adds_gradients_in_place(held):
 
 PLACES = torch.arange(100)[:, None].expand(100, 50)
 GRADIENTS = {
+    "bilinear": lambda x: torch.nn.functional.bilinear(x, FLOAT[:, :90], x[:9, :, None] * FLOAT[0, :90]),
+    "pinv": lambda x: x * torch.linalg.pinv(x.detach()).sum(),
     "gather": lambda x: x.gather(1, PLACES),
     "index": lambda x: x[PLACES[:, 0]],
     "index_select": lambda x: x.index_select(0, PLACES[:, 0]),

@@ -325,6 +325,35 @@ def test_a_second_gpu_of_a_process_is_noted(folder):
     assert {note.text for note in notes} == {f"{text}:{line}" for line in (2, 5)} and all(note.bound for note in notes)
 
 
+UNKNOWN_MEMORY = """\
+import torch
+from torch import nn
+from torch.func import jvp
+
+net = nn.Linear(64, 32).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for i in range(50):
+    out = net(torch.randn(16, 64, device="cuda"))
+    torch.linalg.eigh(out.mT @ out)
+    if i == 1:
+        jvp(torch.sin, (out,), (out,))
+    (out.mean() + out.prod(0).mean()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_memory_that_zerofit_cannot_count_is_noted(folder):
+    seen = facts(simulated(UNKNOWN_MEMORY, gpus=1))
+    notes = {note.text: (note.bound, note.missing) for note in seen.facts.notes}
+    assert notes == {
+        "aten::_linalg_eigh: its workspace is not counted": (False, True),
+        "gradient of aten::prod: assumed that an element is 0, at train.py:12": (True, False),
+        "forward-mode gradients (jvp, jacfwd, hessian): an upper bound": (True, False),
+    }
+    assert seen.lacks_memory and not seen.is_upper_bound  # memory is missing from the bound
+
+
 def test_steps_by_a_closure_with_several_micro_batches_and_recomputation(folder):
     result = simulated(CLOSURE, TWO)
     seen = facts(result).facts

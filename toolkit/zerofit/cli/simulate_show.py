@@ -145,13 +145,15 @@ def _script_facts(run: SimulatedScript, details: bool) -> Iterator[tuple[str, st
     for fault in run.facts.faults:
         yield "fault", f"{fault.line}: {fault.problem}" if fault.line else fault.problem
         yield "", fault.mend
-    exact = "sizes of tensors are an upper bound" if run.is_upper_bound else "sizes of tensors are exact"
-    yield "script", f"{run.facts.ended}; {exact}"
-    notes = run.facts.notes if details else run.facts.notes[:NOTES]
+    exact = "an upper bound" if any(note.bound for note in run.facts.notes) else "exact"
+    lacking = ", but workspaces of some ops are not counted" if run.lacks_memory else ""
+    yield "script", f"{run.facts.ended}; sizes of tensors are {exact}{lacking}"
+    ranked = sorted(run.facts.notes, key=lambda note: not note.missing)  # missing memory first
+    notes = ranked if details else ranked[:NOTES]
     for note in notes:
         yield "note", note.text + (f" ({note.count} times)" if note.count > 1 else "")
-    if len(notes) < len(run.facts.notes):
-        yield "", f"{len(run.facts.notes) - len(notes)} more notes with --details"
+    if len(notes) < len(ranked):
+        yield "", f"{len(ranked) - len(notes)} more notes with --details"
 
 
 def _details(console: Console, result: Simulation) -> None:

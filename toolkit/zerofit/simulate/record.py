@@ -146,6 +146,7 @@ class Note:
     text: str
     count: int
     bound: bool = False  # the figures are an upper bound because of it
+    missing: bool = False  # the figures lack memory because of it
 
 
 @dataclass(frozen=True, kw_only=True)

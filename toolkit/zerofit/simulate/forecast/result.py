@@ -128,9 +128,14 @@ class SimulatedScript:
     def is_upper_bound(self) -> bool:
         """Whether the figures are an upper bound.
 
-        They are, for example, if a mask has unknown values or a region is compiled.
+        They are, for example, if a mask has unknown values or a region is compiled. They are not if they lack memory.
         """
-        return any(note.bound for note in self.facts.notes)
+        return any(note.bound for note in self.facts.notes) and not self.lacks_memory
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether the figures lack memory, e.g. the workspace of a library."""
+        return any(note.missing for note in self.facts.notes)
 
     def to_dict(self) -> dict[str, object]:
         """Return the script's part of `zerofit simulate --json`."""

@@ -157,6 +157,18 @@ def _copies(*places: int) -> Callable[[OpArguments, OpOutput], int]:
     return lambda args, out: bytes_of([args[place] for place in places if not args[place].is_contiguous()])
 
 
+# ATen/native/LinearAlgebra.cpp (addmm_impl_cpu_) and cuda/cuBlasCommonArgs.h (prepare_matrix_for_cublas), e.g. for the
+# gradient that sum() expands
+def _unordered(args: OpArguments, out: OpOutput) -> int:
+    """Count the bytes of the matrices that BLAS needs copied: neither their rows nor their columns are contiguous."""
+    matrices = [m for m in args[-2:] if isinstance(m, Tensor)]
+    return sum(bytes_of(m) for m in matrices if not (_has_rows(m) or _has_rows(m.mT)))
+
+
+def _has_rows(matrix: Tensor) -> bool:
+    return matrix.stride(1) == 1 and matrix.stride(0) >= max(1, matrix.shape[1])
+
+
 def _reduced(args: OpArguments, out: OpOutput) -> int:
     """Count the bytes of the per-element losses that an op stores before it reduces them.
 
@@ -179,7 +191,8 @@ def _flattened(tensors: object) -> int:
 
 # ATen/native: SoftMax.cpp, cuda/SoftMax.cu, layer_norm.cpp and cuda/layer_norm_kernel.cu copy tensors that are not
 # contiguous; Loss.cpp stores the loss of each element before it adds them up. ReduceOps.cpp (logsumexp) stores
-# exponentials and maxima, Distance.cpp both matrices with their norms, LossCTC.cpp backward variables.
+# exponentials and maxima, Distance.cpp both matrices with their norms, LossCTC.cpp backward variables. The solvers in
+# BatchLinearAlgebra.cpp overwrite a copy of the matrix.
 _ANYWHERE: dict[str, Callable[[OpArguments, OpOutput], int]] = {
     "aten::_softmax": _copies(0),
     "aten::_log_softmax": _copies(0),
@@ -194,11 +207,18 @@ _ANYWHERE: dict[str, Callable[[OpArguments, OpOutput], int]] = {
     "aten::logsumexp": lambda args, out: bytes_of(args[0]) + bytes_of(out),
     "aten::_euclidean_dist": _padded_rows,
     "aten::_ctc_loss_backward": lambda args, out: bytes_of(args[6]),
+    "aten::mm": _unordered,
+    "aten::addmm": _unordered,
+    "aten::_linalg_svd": lambda args, out: bytes_of(args[0]),
+    # measured: besides the copy 5 bytes a row, for pivots and a check
+    "aten::linalg_inv_ex": lambda args, out: bytes_of(args[0]) + 5 * args[0].numel() // max(1, args[0].shape[-1]),
+    "aten::linalg_lu": lambda args, out: bytes_of(args[0]),
+    "aten::cholesky_solve": lambda args, out: bytes_of(args[1]),
 }
 # Kind of device -> op -> bytes of (args, out). torch/csrc/distributed/c10d: Gloo's all-gather uses a flat copy of the
 # output, its reduce-scatter an all-reduced clone of the input. Both backends copy lists of tensors into flat tensors.
 # Gloo leaves out the rank's own part of a reduce-scatter. aten: batch_norm_cpu's backward multiplies into a copy of
-# the input, _safe_softmax compares all scores with -inf.
+# the input, _safe_softmax compares all scores with -inf, median partitions a copy of the input (Sorting.cpp).
 KERNEL_SCRATCH: dict[str, dict[str, Callable[[OpArguments, OpOutput], int]]] = {
     "cpu": {
         **_ANYWHERE,
@@ -214,6 +234,8 @@ KERNEL_SCRATCH: dict[str, dict[str, Callable[[OpArguments, OpOutput], int]]] = {
         "aten::native_batch_norm": lambda args, out: 8 * args[0].shape[1],
         "aten::native_batch_norm_backward": lambda args, out: bytes_of(args[1]),
         "aten::_safe_softmax": _softmax_mask,
+        "aten::median": lambda args, out: bytes_of(args[0]),
+        "aten::nanmedian": lambda args, out: bytes_of(args[0]),
         # oneDNN's LSTM: weights in its own layout (in backward gradients, too), the sum of the biases, the four gates
         "aten::mkldnn_rnn_layer": lambda args, out: bytes_of(args[1:4]) + 4 * bytes_of(out[0]),
         "aten::mkldnn_rnn_layer_backward": lambda args, out: 2 * bytes_of(args[1:3]) + 4 * bytes_of(args[7]),
@@ -239,6 +261,30 @@ def scratch_on(device: str) -> Scratch:
         return _casts(op, args, out) if device == "cpu" and _is_pointwise(op) else 0
 
     return scratch
+
+
+# LAPACK and cuSOLVER compute the size of their workspace when they are called (native/BatchLinearAlgebra.cpp;
+# native/cuda/linalg/BatchLinearAlgebraLib.cpp: ..._bufferSize). The temporaries of matrix_exp depend on the norm of the
+# matrix (native/LinearAlgebra.cpp, mexp_impl).
+_SOLVERS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("_linalg_eigh", "linalg_eig", "_linalg_eigvals", "linalg_eigvals", "_linalg_svd", "linalg_qr", "geqrf"),
+        *("ormqr", "linalg_householder_product", "linalg_cholesky_ex", "cholesky_inverse", "linalg_lu", "linalg_lstsq"),
+        *("linalg_lu_factor_ex", "_linalg_det", "_linalg_slogdet", "_linalg_solve_ex", "linalg_inv_ex"),
+        *("linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_matrix_exp"),
+    )
+)
+
+
+def uncounted(device: str, op: str, args: OpArguments) -> str:
+    """Return what `scratch_on` does not count of an op, since only the library knows its size; "" if nothing."""
+    if op in _SOLVERS:
+        return f"{op}: its workspace is not counted"
+    convolves = op in ("aten::convolution", "aten::convolution_backward")
+    if device == "cpu" and (convolves or (op in BLAS and args[0].itemsize == 2)):
+        return "scratch memory of oneDNN's convolutions and 16-bit matrix products is not counted"
+    return ""
 
 
 @cache

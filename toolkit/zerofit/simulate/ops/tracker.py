@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.sequence import layer as ulysses_layer
 from torch import Tensor, nn
+from torch._C import DispatchKey
 from torch._C._distributed_c10d import _resolve_process_group
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
@@ -66,6 +67,9 @@ _IN_PLACE = {
     "all_to_all_single": "alltoall_base",
     "broadcast": "broadcast",
 }
+# ops whose kernel, the same on all devices, calls other ops (ATen/native: Linear.cpp, LinearAlgebra.cpp)
+COMPOSED = (torch.ops.aten._trilinear.default, torch.ops.aten.linalg_pinv.atol_rtol_tensor)
+COMPOSED_KEY = DispatchKey.CompositeExplicitAutogradNonFunctional
 RESIZING = ("aten::resize_", "aten::set_", "inductor::resize_storage_bytes_")
 _SIMULATE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _MODELS = os.path.dirname(os.path.abspath(models.__file__))
@@ -255,6 +259,9 @@ class AllocationTracker(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._overloadpacket._qualified_op_name
         self.last = (name, self._module)
+        if func in COMPOSED:
+            with self:
+                return func._op_dk(COMPOSED_KEY, *args, **kwargs)
         out = shortcuts.run(func, args, kwargs)
         if is_collective(name) or name == _ULYSSES:
             self._note_collective(name, args, out)

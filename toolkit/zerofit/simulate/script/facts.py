@@ -115,7 +115,10 @@ def script_facts(
         longest_allowed=allowed,
         allowed_by=allowed_by,
         ended=how,
-        notes=tuple(Note(text=text, count=n, bound=text in meter.inexact) for text, n in meter.notes.items()),
+        notes=tuple(
+            Note(text=text, count=n, bound=text in meter.inexact, missing=text in meter.missing)
+            for text, n in meter.notes.items()
+        ),
     )
 
 

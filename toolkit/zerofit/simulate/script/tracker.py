@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import (
     disable_fake_tensor_cache,
     unset_fake_temporarily,
 )
+from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import Work
 from torch.distributed.tensor import DTensor
 from torch.nested._internal.nested_tensor import NestedTensor
@@ -44,8 +45,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zerofit.simulate.costs.layers import is_kernel
 from zerofit.simulate.memory.ledger import DEVICE
 from zerofit.simulate.ops import shortcuts
-from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, Scratch, leaves_of
-from zerofit.simulate.ops.tracker import FUNCTIONAL, is_collective, is_counted
+from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, Scratch, leaves_of, uncounted
+from zerofit.simulate.ops.tracker import COMPOSED, COMPOSED_KEY, FUNCTIONAL, is_collective, is_counted
 from zerofit.simulate.script.errors import not_simulated
 from zerofit.simulate.script.value_tracker import HOLDS_NOTHING_BYTES, SIMULATED, ValueTracker
 from zerofit.simulate.script.values import KEPT_DATA, alike, forget, known_value
@@ -57,6 +58,9 @@ _VALUE_OF = torch.ops.aten._local_scalar_dense.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _TO_COPY = torch.ops.aten._to_copy.default
 _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default)
+# products whose gradient depends on whether an element is 0. While a dispatch mode is active, autograd always runs the
+# formula for zeros, which needs more memory (autograd/FunctionsManual.cpp: prod_backward, cumprod_backward)
+_PRODUCTS = (torch.ops.aten.prod.default, torch.ops.aten.prod.dim_int, torch.ops.aten.cumprod.default)
 # ops with storages as arguments; the key of a cached result would keep the storages alive
 _OF_STORAGES = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
 _FACTORIES = ("empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "eye")
@@ -114,6 +118,9 @@ class ScriptTracker(ValueTracker):
         if _is_composite(func):  # seen only below autograd: in inference mode and in bodies of higher-order ops
             with self:
                 return func.decompose(*args, **kwargs)
+        if func in COMPOSED:
+            with self:
+                return func._op_dk(COMPOSED_KEY, *args, **kwargs)
         if func is _WAIT:  # its rule for shapes would return a copy
             self.wait_for(args[0])
             return args[0]
@@ -247,6 +254,13 @@ class ScriptTracker(ValueTracker):
             if isinstance(mask, FakeTensor) and mask.dtype == torch.bool and known_value(mask) is None:
                 forget(args[0])
                 return args[0]
+        if forward_ad._current_level >= 0:  # a dispatch mode keeps these formulas from working in place
+            self.note("forward-mode gradients (jvp, jacfwd, hessian): an upper bound", bound=True)
+        lacking = uncounted(self.device, name, args)
+        if lacking:
+            self.note(lacking, missing=True)
+        if func in _PRODUCTS and args[0].requires_grad and torch.is_grad_enabled():
+            self.note(f"gradient of {name}: assumed that an element is 0", bound=True, here=True)
         # torch also replaces a mask by one list of places per dimension, and these lists need memory
         if func in _INDEXED:
             args = (args[0], [number for i in args[1] for number in self._numbers(i)], *args[2:])

@@ -70,22 +70,25 @@ class ValueTracker(IssuingTracker):
         self.fakes = fakes
         self.notes: Counter[str] = Counter()  # each approximation, and how often it was used
         self.inexact: set[str] = set()  # the notes that make the figures an upper bound
+        self.missing: set[str] = set()  # the notes on memory that is not counted
         self.all_true = False  # whether masks of unknown values count as all True without a note
         self.crowded = False  # whether all tokens choose the same experts; else all experts get as many tokens
         self.routed = False  # whether the script has read which tokens an expert gets
         self.unknown_objects = ""  # the last objects that only another rank knows, and the line that gets them
         self.reduction: object = dist.ReduceOp.SUM  # of the last all-reduce; the op itself does not contain it
 
-    def note(self, text: str, *, bound: bool = False, here: bool = False) -> None:
+    def note(self, text: str, *, bound: bool = False, missing: bool = False, here: bool = False) -> None:
         """Count an approximation.
 
-        `bound`: the figures become an upper bound. `here`: add the script's line.
+        `bound`: the figures become an upper bound. `missing`: the figures lack memory. `here`: add the script's line.
         """
         line = own_line() if here else ""  # "" if no line of the script is running
         text = f"{text}, at {line}" if line else text
         self.notes[text] += 1
         if bound:
             self.inexact.add(text)
+        if missing:
+            self.missing.add(text)
 
     def read(self, tensor: Tensor, *, shapes: bool = False) -> Any:
         """Return a tensor's value; None if it is unknown.
