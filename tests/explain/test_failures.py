@@ -102,6 +102,10 @@ LOGS = {
     ],
     "time-limit": ["slurmstepd: error: *** JOB 1132 ON node7 CANCELLED AT 2025-01-02T13:09:33 DUE TO TIME LIMIT ***"],
     "stopped-by-scheduler": ["*** STEP 1132.0 ON node7 CANCELLED AT 2025-01-02T13:09:33 DUE TO PREEMPTION ***"],
+    "no-download": [
+        "requests.exceptions.ReadTimeout: (ReadTimeoutError(\"HTTPSConnectionPool(host='huggingface.co', port=443): Read",
+        "RuntimeError: Data processing error: CAS service error : Reqwest Error: HTTP status client error (416)",
+    ],
     "bus-error": [
         LAUNCHER.format(code=-7, signal="7 (SIGBUS)"),
         "RuntimeError: Step 1 exited with non-zero status 249",
@@ -381,6 +385,8 @@ def test_a_process_that_ended_without_a_message_may_have_run_out_of_memory():
 def test_a_step_that_each_rank_prints_is_one_step():
     steps = "".join(f"step {step} loss: 1.0\n" * 2 for step in range(2))
     assert explained(steps + LOGS["dataloader-worker-ended"][0]).steps == 2
+    swift = '{"loss": 1.39, "global_step/max_steps": "8275/11043"}\n{"loss": 0.0, "grad_norm": NaN}\n'
+    assert explained(swift).steps == 8275
 
 
 def test_the_traceback_of_a_launcher_names_no_line():

@@ -93,7 +93,7 @@ def _facts(result: Explanation) -> Iterator[tuple[str, str]]:
     if result.asked_by:
         # Only a shortage of memory has a request; other failures have an exception.
         yield "requested by" if result.place else "raised in", result.asked_by
-    if when := [*filter(None, [result.phase, f"after {counted(result.steps, 'step')}" if result.steps else ""])]:
+    if when := [*filter(None, [result.phase, f"after {counted(result.steps, 'logged step')}" if result.steps else ""])]:
         yield "when", ", ".join(when)
     if result.ranks:
         yield "reported by", f"rank{'s' * (len(result.ranks) > 1)} {first_names(result.ranks, MAX_RANKS)}"
