@@ -103,7 +103,7 @@ LOGS = {
     "time-limit": ["slurmstepd: error: *** JOB 1132 ON node7 CANCELLED AT 2025-01-02T13:09:33 DUE TO TIME LIMIT ***"],
     "stopped-by-scheduler": ["*** STEP 1132.0 ON node7 CANCELLED AT 2025-01-02T13:09:33 DUE TO PREEMPTION ***"],
     "no-download": [
-        "requests.exceptions.ReadTimeout: (ReadTimeoutError(\"HTTPSConnectionPool(host='huggingface.co'): Read timed out",
+        "requests.exceptions.ReadTimeout: (ReadTimeoutError(\"HTTPSConnectionPool(host='huggingface.co'): Read timed",
         "RuntimeError: Data processing error: CAS service error : Reqwest Error: HTTP status client error (416)",
     ],
     "bus-error": [
