@@ -47,7 +47,7 @@ def findings(model_type: str | None, enabled: bool = True) -> list[Finding]:
     ("model_type", "severity", "effect"),
     [
         ("llama", "error", "stops"),
-        ("gptj", "error", "changes"),
+        ("gpt_neo", "error", "changes"),
         ("qwen2", "warning", "ignored"),
         (None, "warning", "ignored"),
     ],

@@ -74,6 +74,7 @@ def test_a_rule_is_one_entry(monkeypatch):
     entry = """
 - code: accumulation-with-compile
   severity: warning
+  effect: stops
   for: [{pass: z1, least: 4}, {pass: z3, least: 8}]
   path: gradient_accumulation_steps
   when: deepcompile and '<pass>' in compile_passes and number(path) >= <least> and stage > 0

@@ -255,12 +255,14 @@ def test_formats_for_workflows(broken):
 def test_what_stops_a_run_comes_first_and_a_screen_is_enough(tmp_path):
     path = tmp_path / "ds.json"
     unknown = {f"of_mine_{n}": n for n in range(140)}
-    path.write_text(json.dumps(unknown | {"train_batch_size": 8, "bf16": {"enabled": 3}}, indent=1))
+    slow = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}}}
+    path.write_text(json.dumps(unknown | {"train_batch_size": 8, "bf16": {"enabled": 3}} | slow, indent=1))
     done = run(path)
     lines = done.stdout.strip().splitlines()
     assert "141 errors" in " ".join(done.stderr.split())
     assert lines[0] == "stops the run" and "wrong-type" in " ".join(lines[1:3]) and len(lines) < 30
     assert lines[lines.index("has a different effect than you expect") + 1].startswith(f"{path}:2:2:")
+    assert "[offload-pageable]" in " ".join(lines[lines.index("costs time or memory") :][:4])
     assert "of_mine_39" not in "".join(lines) and "of_mine_39" in run(path, "--all").stdout
 
 

@@ -255,6 +255,7 @@ def unknown_settings(arguments: ArgumentFile) -> Iterator[Finding]:
             yield Finding(
                 code="unknown-key",
                 path="",
+                effect="ignored",
                 message=f"unknown key {key!r} in deepspeed_config ({arguments.place(path)})",
                 why="Accelerate silently ignores it and uses its default",
                 fix=f"did you mean {better}?" if better else "remove it",

@@ -104,6 +104,7 @@ def _strict_json(document: Document, reader: str) -> Iterator[Finding]:
         yield Finding(
             code="hjson",
             severity="error" if stops else "warning",
+            effect="stops" if stops else "changes",
             path="",
             message=f"HJSON, not JSON, from here on: {document.hjson.message}",
             why=strict if stops else accepts,
@@ -116,6 +117,7 @@ def _strict_json(document: Document, reader: str) -> Iterator[Finding]:
         yield Finding(
             code="trailing-comma",
             severity="error" if stops else "warning",
+            effect="stops" if stops else "changes",
             path="",
             message="trailing comma after the last member",
             why=strict if stops else accepts,
@@ -145,6 +147,7 @@ def _encoding(document: Document, reader: str, stops: bool) -> Finding:
     return Finding(
         code="encoding",
         severity="error" if stops or not marked else "warning",
+        effect="stops" if stops or not marked else "changes",
         path="",
         message="the file begins with a byte order mark" if marked else f"the file is in {document.encoding}",
         why=refuses if stops or not marked else accepts,

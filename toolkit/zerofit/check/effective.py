@@ -128,15 +128,18 @@ def _shown(value: object) -> str:
 
 def _differs(requested: RequestedValue, value: object, setting: TargetHardware) -> Finding:
     """Return the finding about a value of the JSON that differs from an argument's."""
-    why = "the file's value is used and the program's argument is ignored"
-    if setting.reader in ("trainer", "zerofit"):
-        why = "the run stops: the Trainer and zerofit refuse values that differ from their arguments"
+    effect, why = "changes", "the file's value is used and the program's argument is ignored"
+    if requested.overruled:
+        effect, why = "ignored", requested.overruled
+    elif setting.reader in ("trainer", "zerofit"):
+        effect, why = "stops", "the run stops: the Trainer and zerofit refuse values that differ from their arguments"
     return Finding(
         code="flag-differs",
         severity=requested.severity,
         path=requested.path,
         message=f"{requested.path} is {_shown(value)} in the file, but {requested.by}",
-        why=requested.overruled or why,
+        effect=effect,
+        why=why,
         fix="remove one of the two"
         if requested.overruled
         else 'make them equal, or write "auto" if the program fills it in',
@@ -152,6 +155,7 @@ def _refused(requested: RequestedValue, value: object) -> Finding:
         severity=requested.severity,
         path=requested.path,
         message=f"{requested.by} together with a DeepSpeed JSON{has}",
+        effect="stops" if requested.severity == "error" else "ignored",
         why=requested.refused,
         fix="remove it from Accelerate's file; set it in the JSON" if requested.path else "set it to DEEPSPEED",
         other_place=requested.place,
@@ -165,6 +169,7 @@ def _left_out(config: Mapping[str, object], requested: RequestedValue) -> Iterat
         return
     yield Finding(
         code="flag-unread",
+        effect="changes",
         path=requested.path,
         message=f"{requested.by} is given, but the JSON has no {requested.path}",
         why=f"no program passes the argument to DeepSpeed, which uses its default, {default}",

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 from zerofit.check.edit import Edit, Renaming
@@ -18,8 +16,9 @@ from zerofit.check.subject import CheckSubject
 SLIP = 0.87  # difflib ratio from which a wrong name is a typo
 
 Severity = Literal["error", "warning"]
-Effect = Literal["stops", "changes", "ignored"]
-EFFECTS: tuple[Effect, ...] = ("stops", "changes", "ignored")
+# on a run: it stops, trains or saves something else, ignores the key, or only needs more time or memory
+Effect = Literal["stops", "changes", "ignored", "costs"]
+EFFECTS: tuple[Effect, ...] = ("stops", "changes", "ignored", "costs")
 Edits = tuple[Edit, ...]
 
 
@@ -29,6 +28,7 @@ class Finding:
 
     code: str  # stable slug, listed in docs/checks.md
     severity: Severity = "error"  # error: DeepSpeed stops, or trains differently than intended
+    effect: Effect = "stops"
     path: str  # dotted key, "" for the whole document
     message: str  # what is wrong
     why: str  # effect of the fault in DeepSpeed
@@ -38,18 +38,12 @@ class Finding:
     line: int = 0  # 0: filled in later from the path
     column: int = 0
 
-    @cached_property
-    def effect(self) -> Effect:
-        """The effect on a run, derived from the words of `why`."""
-        if re.search(r"\b(stops?|fails?|refuses|raises|ends an ordinary run)\b", self.why):
-            return "stops"
-        return "ignored" if re.search(r"\b(ignores|drops|nothing reads|reads it)\b", self.why) else "changes"
-
     def as_dict(self) -> dict[str, object]:
         """Return the keys that `zerofit check --json` prints."""
-        # "beside" is an older name: scripts read the key.
+        # Scripts read the older name "beside", and the three older effects.
         names = ("line", "column", "path", "severity", "effect", "code", "message", "why", "fix")
-        return {**{name: getattr(self, name) for name in names}, "beside": self.other_place}
+        values = {name: getattr(self, name) for name in names} | {"beside": self.other_place}
+        return values | {"effect": "changes"} if self.effect == "costs" else values
 
 
 def unknown_parameter(
@@ -60,7 +54,7 @@ def unknown_parameter(
     owner: str,
     allowed: Collection[str],
     synonyms: Mapping[str, str],
-    why: str = "",
+    dropped: bool = False,
 ) -> Finding:
     """Return the finding about a parameter that an optimizer or scheduler does not have."""
     parent, _, key = path.rpartition(".")
@@ -71,7 +65,10 @@ def unknown_parameter(
         code=code,
         path=path,
         message=f"{owner} has no parameter {key!r}; allowed: {', '.join(allowed)}",
-        why=why or f"DeepSpeed stops after the ranks have started: \"unexpected keyword argument '{key}'\"",
+        effect="ignored" if dropped else "stops",
+        why="DeepSpeed silently drops it"
+        if dropped
+        else f"DeepSpeed stops after the ranks have started: \"unexpected keyword argument '{key}'\"",
         fix=f"did you mean {better}?" if better else "remove it",
         edits=(Renaming(path, better),) if free and better and plainly(key, better, synonyms) else (),
     )

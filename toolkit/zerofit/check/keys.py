@@ -17,7 +17,7 @@ from typing import Any
 
 from zerofit.check.catalog import Catalog, Schema, keys_of_programs, names
 from zerofit.check.edit import Assignment, Edit, Move, Removal, Renaming
-from zerofit.check.finding import Finding, as_number, near, plainly
+from zerofit.check.finding import Effect, Finding, as_number, near, plainly
 from zerofit.check.reader import HUGGING_FACE, filled_by
 from zerofit.check.subject import ZERO, CheckSubject, TargetHardware
 
@@ -132,6 +132,7 @@ def _unknown(
         severity="warning" if key.startswith(("_", "$")) and parent not in c.catalog.strict else "error",
         path=path,
         message=f"unknown key {key!r} {_in(parent)}",
+        effect="stops" if parent in c.catalog.strict else "ignored",
         why=_why_unknown(parent, c.catalog),
         fix=fix,
         edits=edits,
@@ -147,6 +148,7 @@ def _read_by_programs(path: str, elsewhere: Sequence[str]) -> Finding:
     return Finding(
         code="own-key",
         severity="warning",
+        effect="ignored",
         path=path,
         message=f"{path!r} is not a DeepSpeed key",
         why="DeepSpeed ignores this key, but your program may read it",
@@ -191,10 +193,11 @@ def _deprecated(path: str, value: object, siblings: Mapping[str, object], catalo
     new = catalog.deprecated[path]
     alias = catalog.deprecated.get(f"{parent}.{new}", new)
     code = "deprecated-key"
+    effect: Effect = "changes"
     edits: tuple[Edit, ...] = (Removal(path),) if value is not True else ()
     # "a or b" are two new keys, so the old key cannot be renamed
     if not new.isidentifier():
-        message, why = f"{key} is the old form of {new}", "DeepSpeed warns and drops the value"
+        message, why, effect = f"{key} is the old form of {new}", "DeepSpeed warns and drops the value", "ignored"
         fix = "remove it, and set pin_memory in these sections"
     elif new in siblings or alias in siblings:
         code = "deprecated-and-new"
@@ -203,6 +206,7 @@ def _deprecated(path: str, value: object, siblings: Mapping[str, object], catalo
         other = siblings.get(new, siblings.get(alias))
         edits = (Removal(path),) if value == other or (value is False and key.startswith("cpu_offload")) else ()
         if parent in catalog.strict:
+            effect = "stops"
             why = 'DeepSpeed stops: "Cannot provide deprecated parameter ... and replacing parameter ... together"'
     elif key.startswith("cpu_offload"):
         if value is True:
@@ -216,7 +220,9 @@ def _deprecated(path: str, value: object, siblings: Mapping[str, object], catalo
         if path == "bfloat16":
             why += ": Accelerate adds its own bf16, which takes precedence"
     severity = "warning" if code == "deprecated-key" else "error"
-    return Finding(code=code, severity=severity, path=path, message=message, why=why, fix=fix, edits=edits)
+    return Finding(
+        code=code, severity=severity, effect=effect, path=path, message=message, why=why, fix=fix, edits=edits
+    )
 
 
 def _value(path: str, value: object, schema: Schema, c: CheckSubject) -> Iterator[Finding]:
@@ -237,19 +243,22 @@ def _auto(path: str, schema: Schema, catalog: Catalog, setting: TargetHardware) 
     """Return the finding about an "auto" that no program fills in."""
     # DeepSpeed drops "auto" in strict sections and uses its default. But it compares autotp_size before that.
     dropped = path.rpartition(".")[0] in catalog.strict and path != "tensor_parallel.autotp_size"
-    severity, why = "error", 'DeepSpeed fails on "auto"'
+    severity, effect, why = "error", "stops", 'DeepSpeed fails on "auto"'
     if schema.get("type") == "boolean" and not path.startswith((*TYPED, *SUMMED)):
-        why = 'DeepSpeed reads "auto" as true'
+        effect, why = "changes", 'DeepSpeed reads "auto" as true'
     if setting.reader == "zerofit":
-        why = "zerofit stops before it starts a rank"
+        effect, why = "stops", "zerofit stops before it starts a rank"
     elif dropped and (setting.reader not in HUGGING_FACE or setting.guessed):
-        severity, why = "warning", f"DeepSpeed uses its default, {json.dumps(schema.get('default'))}"
+        severity, effect = "warning", "changes"
+        why = f"DeepSpeed uses its default, {json.dumps(schema.get('default'))}"
     if setting.reader in HUGGING_FACE:
+        effect = "stops"
         theirs = f'Accelerate, which the Trainer uses, stops: "`{path}` not found in kwargs"'
         why = f"{theirs}; without it {why}" if severity == "warning" else theirs
     return Finding(
         code="auto-unfilled",
         severity=severity,
+        effect=effect,
         path=path,
         message=f'{path} is "auto", and nothing fills it in',
         why=why,
@@ -291,22 +300,25 @@ def _faults(path: str, value: Any, schema: Schema, strict: bool) -> Iterator[Fin
     shown = json.dumps(value) if len(json.dumps(value)) < 60 else f"{json.dumps(value)[:57]}..."
     edits: tuple[Assignment, ...] = ()
     code, why = "wrong-type", "DeepSpeed refuses it or fails later"
+    effect: Effect = "stops"
     # The order of the branches matters. A number in quotes is also a value of a wrong type, which has no correction. A
     # boolean among numbers may also exceed a bound.
     if isinstance(value, str) and (number := as_number(value)) is not None and _fits(number, schema):
         code, edits = "number-as-string", (Assignment(path, number),)
         converted = strict and (not integer or INTEGER_WORD.fullmatch(value))
+        effect = "changes" if converted else "stops"
         why = "DeepSpeed converts it, but other readers of the file may not" if converted else "DeepSpeed fails on it"
     elif "properties" in schema and isinstance(value, bool) and "enabled" in schema["properties"]:
         edits = (Assignment(path, {"enabled": value}),)
     elif _fits(True, schema) and "object" not in schema.get("type", ()):
         flag = _flag(value)
         edits = (Assignment(path, flag),) if flag is not None else ()
-        why = _reading_of_flag(path, value, shown, strict)
+        effect, why = _reading_of_flag(path, value, shown, strict)
     elif isinstance(value, bool) and not path.startswith(COUNTED) and _fits(int(value), schema):
-        why = f"DeepSpeed uses it as {int(value)}"
+        effect, why = "changes", f"DeepSpeed uses it as {int(value)}"
     elif path in BELOW and error.validator == "minimum" and value:
         code, why = "out-of-range", BELOW[path]
+        effect = "changes"
     elif error.validator in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
         code = "out-of-range"
     elif error.validator == "enum" and isinstance(value, str):
@@ -315,6 +327,7 @@ def _faults(path: str, value: Any, schema: Schema, strict: bool) -> Iterator[Fin
         edits = (Assignment(path, better),) if better and plainly(value, better) else ()
     yield Finding(
         code=code,
+        effect=effect,
         path=path,
         message=f"{path} is {shown}; allowed: {allowed}",
         why=why,
@@ -336,12 +349,12 @@ def _fraction(path: str, value: float, schema: Schema) -> Finding:
     )
 
 
-def _reading_of_flag(path: str, value: object, shown: str, strict: bool) -> str:
+def _reading_of_flag(path: str, value: object, shown: str, strict: bool) -> tuple[Effect, str]:
     if strict and (value in (0, 1) or str(value).lower() in FLAG_WORDS):
-        return "DeepSpeed converts it, but other readers of the file treat any string as true"
+        return "changes", "DeepSpeed converts it, but other readers of the file treat any string as true"
     if strict or path.startswith(TYPED) or (path in SUMMED and not isinstance(value, int)):
-        return "DeepSpeed refuses it or fails later"
-    return f"DeepSpeed does not check it, and reads {shown} as {json.dumps(bool(value))}"
+        return "stops", "DeepSpeed refuses it or fails later"
+    return "changes", f"DeepSpeed does not check it, and reads {shown} as {json.dumps(bool(value))}"
 
 
 def _flag(value: object) -> bool | None:

@@ -20,7 +20,7 @@ import yaml
 
 from zerofit.check.catalog import LOADER, read_data
 from zerofit.check.edit import Assignment, Edit, Removal
-from zerofit.check.finding import Finding, Severity
+from zerofit.check.finding import Effect, Finding, Severity
 from zerofit.check.rules.terms import FUNCTIONS, TERMS
 from zerofit.check.subject import CheckSubject
 from zerofit.features.optimizers import ENTRIES
@@ -46,6 +46,7 @@ class Rule:
 
     code: str
     severity: Severity = "error"
+    effect: Effect | None = None  # None: see `usual_effect`
     path: str  # the dotted key that the finding is about, "" for the whole file
     when: str  # the condition
     message: str  # `${EXPRESSION}` in a text is replaced by its value
@@ -66,12 +67,18 @@ class Rule:
         yield Finding(
             code=self.code,
             severity=self.severity,
+            effect=self.effect or self.usual_effect,
             path=self.path,
             message=names.text(self.message),
             why=names.text(self.why),
             fix=names.text(self.fix),
             edits=tuple(self._edits(names)),
         )
+
+    @property
+    def usual_effect(self) -> Effect:
+        """The effect of a rule that names none: an error stops the run, and a warning changes it."""
+        return "ignored" if self.ignored else "stops" if self.severity == "error" else "changes"
 
     def _edits(self, names: _Names) -> Iterator[Edit]:
         if self.edits and names.value_of(self.edits.get("if", "True")):

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 MAX_FINDINGS = 12  # of a file, without --all
 MAX_PLACES = 10  # that are shown for one finding
-STOPS, DIFFERS = "stops the run", "has a different effect than you expect"  # headings
+DIFFERS = "has a different effect than you expect"
+# effect of a finding -> heading
+HEADINGS = {"stops": "stops the run", "changes": DIFFERS, "ignored": DIFFERS, "costs": "costs time or memory"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +38,12 @@ class UnreadFile:
 
 
 def show_findings(result: CheckResult, show_all: bool, on_stderr: bool) -> None:
-    """Print a file's findings: those that stop a run, then the others."""
+    """Print a file's findings: those that stop a run, those that change it, then those that only cost."""
     console, printed = err() if on_stderr else out(), 0
-    # The limit of MAX_FINDINGS holds for both headings together. Findings that stop the run come first.
+    # The limit of MAX_FINDINGS holds for all headings together. Findings that stop the run come first.
     listed = _grouped(result.findings)
-    for title, stops in ((STOPS, True), (DIFFERS, False)):
-        groups = [group for group in listed if (group[0].effect == "stops") == stops]
+    for title in dict.fromkeys(HEADINGS.values()):
+        groups = [group for group in listed if HEADINGS[group[0].effect] == title]
         groups = groups if show_all else groups[: MAX_FINDINGS - printed]
         printed += len(groups)
         if groups:

@@ -111,6 +111,7 @@ class JsonRule:
 
     code: str
     severity: Literal["error", "warning"] = "error"
+    effect: Literal["stops", "changes", "ignored", "costs"] | None = None  # None: as in check/rules/README.md
     path: str
     when: str  # an expression: check/rules/README.md
     message: str

@@ -7,7 +7,7 @@ from zerofit.spec.extras import installed_version
 _INIT = "deepspeed.initialize fails: "
 _NO_WEIGHTS = "object has no attribute 'set_params_wo_copy'"
 # the kernels fill their own KV cache; transformers' cache stays empty, so its mask of a new token has one element
-_SHORT_MASK = "generate() returns wrong tokens, because the kernels read beyond the attention mask of transformers 5"
+SHORT_MASK = "generate() returns wrong tokens, because the kernels read beyond the attention mask of transformers 5"
 _TUPLE = "generate() fails: 'tuple' object has no attribute 'size'"
 
 # transformers' model types that DeepSpeed has inference kernels for -> what happens
@@ -18,9 +18,9 @@ HYBRID_ENGINE_FAULTS = {
     "clip": f"{_INIT}'NoneType' object has no attribute 'set_tensor_parallel_config'",
     "distilbert": f"{_INIT}'DS_DistilBERTContainer' {_NO_WEIGHTS}",
     "gpt2": f"{_INIT}'DS_GPT2Container' {_NO_WEIGHTS}",
-    "gpt_neo": _SHORT_MASK,
+    "gpt_neo": SHORT_MASK,
     "gpt_neox": f"{_INIT}'GPTNeoXAttention' object has no attribute 'hidden_size'",
-    "gptj": _SHORT_MASK,
+    "gptj": SHORT_MASK,
     "llama": f"{_TUPLE}, or initialize fails with scaled RoPE",
     "roberta": f"{_INIT}'DS_BERTContainer' {_NO_WEIGHTS}",
 }

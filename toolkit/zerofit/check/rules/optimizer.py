@@ -60,7 +60,7 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
                 owner=name,
                 allowed=allowed,
                 synonyms=names("optimizer_parameters"),
-                why="DeepSpeed silently drops it" if entry and entry.drops_params else "",
+                dropped=entry is not None and entry.drops_params,
             )
     pairs = entry.pairs if entry else ()
     for key in (name for name in ("lr", "weight_decay", "momentum", "eps") if name not in pairs):
@@ -175,6 +175,7 @@ def scheduler_values(c: CheckSubject) -> Iterator[Finding]:
         if number is not None and ((key in LEARNING_RATES and number < 0) or (key == "total_num_steps" and number < 1)):
             yield Finding(
                 code="scheduler-value",
+                effect="changes",
                 path=path,
                 message=f"{key} is {number}; allowed: a number of at least {0 if key in LEARNING_RATES else 1}",
                 why="DeepSpeed does not check this and trains with a negative learning rate or none",

@@ -14,7 +14,7 @@ import psutil
 
 from zerofit.check.subject import ZERO, CheckSubject
 from zerofit.features.optimizers import ENTRIES, of_json
-from zerofit.spec.hybrid_engine import HYBRID_ENGINE_FAULTS
+from zerofit.spec.hybrid_engine import HYBRID_ENGINE_FAULTS, SHORT_MASK
 from zerofit.spec.mesh import pipeline_parts
 from zerofit.spec.overhead import HOST_RESERVE
 from zerofit.spec.units import shown_bytes
@@ -157,6 +157,11 @@ def hybrid_engine_fault(c: CheckSubject) -> str | None:
     return HYBRID_ENGINE_FAULTS.get(c.facts.model_type or "") if c.facts else None
 
 
+def hybrid_engine_stops(c: CheckSubject) -> bool:
+    """Return whether the model's failure in DeepSpeed's hybrid engine is an error, and not wrong tokens."""
+    return hybrid_engine_fault(c) != SHORT_MASK
+
+
 def hybrid_engine_models(_: CheckSubject) -> str:
     """Return the model types that DeepSpeed's hybrid engine does not work with."""
     return ", ".join(HYBRID_ENGINE_FAULTS)
@@ -275,7 +280,8 @@ TERMS: dict[str, Callable[[CheckSubject], object]] = {
         *(scheduler_is_deepspeeds, optimizer_is_wrapped, nested_tensor_parallel, dualpipev_parts),
         *(refused_with_split_experts, compile_passes, steps_in_one_copy, needs_full_gradients),
         *(full_gradient_optimizers, has_betas, uses_lora, reference_argument, pads_to_maximum, lost_below),
-        *(gathered_experts, offloaded_bytes, exceeds_host, hybrid_engine_fault, hybrid_engine_models),
+        *(gathered_experts, offloaded_bytes, exceeds_host),
+        *(hybrid_engine_fault, hybrid_engine_models, hybrid_engine_stops),
     )
 }
 FUNCTIONS: dict[str, Callable[..., object]] = {
