@@ -10,7 +10,7 @@ from typing import Any
 
 from zerofit.app.job.resolve import ResolvedJob, ds_document
 from zerofit.app.planning.job_forecast import profile_of
-from zerofit.app.planning.layout_pins import DEGREES, FIELDS, decided, savings_of
+from zerofit.app.planning.layout_pins import DEGREES, FIELDS, fixed_knobs, savings_of
 from zerofit.app.planning.output_files import ds_config as planned_config
 from zerofit.app.planning.output_files import layout_fields, merged
 from zerofit.app.planning.search_setup import forecast_of
@@ -64,7 +64,7 @@ def options_of(
     If layouts are equally fast, the simplest comes first. `lean`: try the options that make long sequences fit,
     instead of the usual options. Raises UserError and ModelError.
     """
-    job, run, knobs = resolved.job, resolved.job.run, decided(given)
+    job, run, knobs = resolved.job, resolved.job.run, fixed_knobs(given)
     degrees = {name: knobs[name] for name in DEGREES if knobs.get(name, 1) > 1}
     fields = ("micro_batch", "accumulation", "checkpointing", "schedule")  # a request has these as fields of its own
     own = {name: knobs[name] for name in fields if name in knobs}

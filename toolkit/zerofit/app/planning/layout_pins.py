@@ -116,7 +116,7 @@ class LayoutPins(TypedDict, total=False):
 
 # A value of a layout can be fixed in three places. An option of `plan` wins over a field of the run, and
 # that wins over the DeepSpeed JSON. "auto" fixes nothing. A value that no place fixes is searched.
-def decided(given: Mapping[str, Any]) -> dict[str, Any]:
+def fixed_knobs(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the knobs that these fields fix. The fields may contain a DeepSpeed JSON."""
     config = given.get("ds_config", {})
     knobs = {knob: get(config, key, "auto") for knob, key in KEYS.items()}
@@ -172,7 +172,7 @@ def knobs_of(pins: Mapping[str, object], config: Mapping[str, object]) -> dict[s
     given = {name: value for name, value in pins.items() if value is not None}
     # A JSON with `zero_optimization` that offloads nothing keeps optimizer states and parameters on the device.
     stays = {name: "none" for name in ("offload_optimizer", "offload_param") if "zero_optimization" in config}
-    knobs = stays | decided({**given, "ds_config": config})
+    knobs = stays | fixed_knobs({**given, "ds_config": config})
     if "zero_optimization" in config:
         knobs |= {knob: get(config, KEYS[knob], UNSET) for knob in SIZES if knob not in knobs}
     knobs |= {knob: given[pin] for knob, pin in PINS.items() if pin in given}

@@ -21,7 +21,7 @@ from zerofit.app.planning.output_files import SNAPSHOT_FLAG, refuse_place, write
 from zerofit.app.simulation.rank_trace import trace_of_simulation
 from zerofit.models.inputs import Inputs
 from zerofit.simulate.endings import MAY_FIT, note_failed, optional
-from zerofit.simulate.forecast.assess import assess, decided
+from zerofit.simulate.forecast.assess import assess, exact_if_doubtful
 from zerofit.simulate.forecast.knobs import Knob, knobs
 from zerofit.simulate.forecast.result import KnobResult, Simulation, first_that_fits, in_order, severity, stage_peaks
 from zerofit.simulate.forecast.run import SimulatedRank, heaviest_of, simulate_ranks
@@ -42,7 +42,7 @@ from zerofit.spec.units import counted
 #
 #   1. `prepare_simulation` turns the request into a job, as before a run starts, for the described cluster.
 #   2. A rank of each stage runs the engine on fake tensors. For a large model it runs few layers and extrapolates.
-#   3. `decided` runs a rank again with all layers if the extrapolation leaves its verdict open.
+#   3. `exact_if_doubtful` runs a rank again with all layers if the extrapolation leaves its verdict open.
 #   4. At ZeRO 1 and 2, `engine.partitions` names in each stage the rank whose partition needs most memory
 #      (`record.heavier_rank`). `heaviest_of` runs it.
 #   5. The stage with the worst verdict is the result. Changes that would need less memory are simulated on demand.
@@ -187,7 +187,7 @@ class KnobSimulations:
             return simulate_ranks(targets, lambda text: report.status(f"{MAY_FIT}: {text}"), exact=exact)
 
         targets = [run.prepared.target(self.rank) for run in changed]
-        simulated = decided(simulate_more(targets, exact=self.exact), cluster, simulate_more)
+        simulated = exact_if_doubtful(simulate_more(targets, exact=self.exact), cluster, simulate_more)
         if self.heaviest:
             simulated = heaviest_of(simulated, simulate_more)
         note_failed(simulated, MAY_FIT, report)
@@ -264,11 +264,11 @@ def simulate(
         report.stages(stages)
     refuse_place(trace)
     refuse_place(snapshot, SNAPSHOT_FLAG)
-    # One rank of each stage is simulated, from a few layers. `decided` repeats those near the limit with all layers.
+    # One rank of each stage is simulated, from a few layers. Near the limit, all layers are simulated (see above).
     exact = exact or trace is not None or snapshot is not None  # an extrapolated rank has no timeline of memory
     targets = [replace(prepared.target(n), stacks=snapshot is not None) for n in _ranks(prepared.job, rank)]
     exactly = partial(simulate_ranks, show=report.status, exact=True)
-    simulated = decided(simulate_ranks(targets, report.status, exact=exact), cluster, exactly)
+    simulated = exact_if_doubtful(simulate_ranks(targets, report.status, exact=exact), cluster, exactly)
     if rank is None:
         simulated = heaviest_of(simulated, exactly)
     failed = [problem for problem in simulated if isinstance(problem, Problem)]

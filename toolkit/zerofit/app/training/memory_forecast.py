@@ -15,7 +15,7 @@ from zerofit.check.dotted import get
 from zerofit.features.optimizers import of_json
 from zerofit.features.zero import NARROW_MASTERS
 from zerofit.models.catalog import find
-from zerofit.simulate.forecast.assess import assess, decided
+from zerofit.simulate.forecast.assess import assess, exact_if_doubtful
 from zerofit.simulate.forecast.run import SimulatedRank, heaviest_of, simulate_ranks
 from zerofit.simulate.record import STEPS, KindPeak, RankPhase, RankRecord, SimulationTarget
 from zerofit.spec.cluster import Cluster
@@ -115,7 +115,7 @@ def forecast_ranks(prepared: PreparedSimulation, free: Cluster, report: Reporter
     )
     # Equal layers are extrapolated from a few. If the free memory leaves a doubt about the verdict, all are simulated.
     exactly = partial(_simulate_or_recall, report=report, exact=True)
-    ranks = decided(ranks, free, exactly)
+    ranks = exact_if_doubtful(ranks, free, exactly)
     for problem in ranks:
         if isinstance(problem, Problem):
             return problem

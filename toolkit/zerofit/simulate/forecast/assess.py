@@ -384,7 +384,7 @@ def _host(rank_bytes: int, cluster: Cluster) -> tuple[int, bool, str]:
 #   allocated peak  <  device's memory  <  (1 + UNSURE) * reserved peak + overheads
 #
 # Below, the run fits in any case. Above, it does not, since the allocated peak is exact.
-def decided(
+def exact_if_doubtful(
     ranks: Sequence[SimulatedRank | Problem],
     cluster: Cluster,
     simulate_exactly: Callable[[list[SimulationTarget]], Sequence[SimulatedRank | Problem]],

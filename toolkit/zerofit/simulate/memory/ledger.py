@@ -35,7 +35,7 @@ class Storage:
     line: int
     recomputed: bool = False  # allocated in backward while a checkpoint is recomputed
     kind: str | None = None
-    own: str = ""  # the user's innermost line, "file:line"; only at a new peak of the phase, or if large
+    user_line: str = ""  # the user's innermost line, "file:line"; only at a new peak of the phase, or if large
     stream: int = 0  # the device's stream that allocated it
     stack: Stack = ()  # if recorded
 
@@ -180,7 +180,7 @@ def _kind_peak(which: str, size: int, mark: PhaseMark, storage: Storage, parts: 
         step=mark.step,
         module=storage.module,
         at=at,
-        own=storage.own,
+        own=storage.user_line,
         bytes=size,
         breakdown=dict(sorted(filter(itemgetter(1), parts.items()), key=lambda item: -item[1])),
     )
@@ -248,7 +248,7 @@ def timeline(ledger: Ledger, points: int = 2000) -> tuple[MemoryPoint, ...]:
             step=mark.step,
             bytes=kinds,
             module=storage.module if storage else "",
-            at=storage.own or place_in_code(storage) if storage else "",
+            at=storage.user_line or place_in_code(storage) if storage else "",
         )
         for number, mark, kinds, storage in found
     )

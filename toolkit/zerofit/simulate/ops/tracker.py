@@ -98,7 +98,7 @@ class AllocationTracker(TorchDispatchMode):
     device are one. `workspace_bytes`: bytes that torch allocates and keeps for matrix products, per thread and stream.
     """
 
-    own_line_bytes = sys.maxsize  # from this size on, each storage has the user's line, not only at a new peak
+    user_line_bytes = sys.maxsize  # from this size on, each storage has the user's line, not only at a new peak
 
     def __init__(self, device: str, scratch: Scratch, workspace_bytes: int = 0):
         super().__init__()
@@ -352,9 +352,9 @@ class AllocationTracker(TorchDispatchMode):
         noted.stream = self.streams.current.number
         if self.stacks is not None and where == DEVICE:
             noted.stack = self.stacks.here(code, line)
-        if (where == DEVICE and self.live() + size >= self.peak()) or size >= self.own_line_bytes:
-            own = code is not None and is_own(code.co_filename)
-            noted.own = f"{_relative(code.co_filename, os.getcwd())}:{line}" if code is not None and own else own_line()
+        if (where == DEVICE and self.live() + size >= self.peak()) or size >= self.user_line_bytes:
+            own = code.co_filename if code is not None and is_own(code.co_filename) else ""
+            noted.user_line = f"{_relative(own, os.getcwd())}:{line}" if own else user_line()
         self._watch(storage, self.ledger.allocated(noted, instead))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
@@ -447,7 +447,7 @@ def _has_packages(folder: str) -> bool:
     return any(Path(folder).glob("*.dist-info"))
 
 
-def own_line() -> str:
+def user_line() -> str:
     """Return the innermost running line of the user's code as "file:line".
 
     In autograd's thread, return the line that waits for autograd.

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from zerofit.simulate.fakes.patches import replace_in
-from zerofit.simulate.ops.tracker import own_line
+from zerofit.simulate.ops.tracker import user_line
 from zerofit.simulate.script.command import ScriptTarget
 from zerofit.simulate.script.errors import not_simulated, script_fault
 from zerofit.simulate.script.tracker import ScriptTracker, is_real
@@ -104,7 +104,7 @@ def object_lists(meter: ScriptTracker, target: ScriptTarget) -> None:
             object_gather_list[:] = [obj] * len(object_gather_list)
 
     def receives_unknown(src: int | None) -> None:
-        meter.unknown_objects = f"rank {target.rank} receives objects from rank {src or 0} at {own_line()}"
+        meter.unknown_objects = f"rank {target.rank} receives objects from rank {src or 0} at {user_line()}"
 
     def scatter_object_list(
         scatter_object_output_list: list[object],

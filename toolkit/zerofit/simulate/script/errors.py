@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zerofit.simulate.ops.tracker import own_line
+from zerofit.simulate.ops.tracker import user_line
 from zerofit.simulate.script.command import LATER_STAGE
 from zerofit.spec.errors import Problem
 
@@ -31,15 +31,15 @@ def not_simulated(what: str, hint: str) -> NotSimulated:
     The error names the script's line that needs `what`.
     """
     message = f"{what} cannot be simulated"
-    return NotSimulated(Problem(kind="not-simulated", message=message, hint=hint, where=own_line()))
+    return NotSimulated(Problem(kind="not-simulated", message=message, hint=hint, where=user_line()))
 
 
 def script_fault(message: str, hint: str) -> NotSimulated:
     """Return the error of a script that fails on the real machine, at a call not simulated."""
-    return NotSimulated(Problem(kind="script", message=message, hint=hint, where=own_line()))
+    return NotSimulated(Problem(kind="script", message=message, hint=hint, where=user_line()))
 
 
 def later_stage(number: int) -> NotSimulated:
     """Return the error for pipeline stage `number`. The previous stage must be simulated first."""
     message = f"stage {number} of a pipeline needs the output of the previous stage"
-    return NotSimulated(Problem(kind=LATER_STAGE, message=message, where=own_line()))
+    return NotSimulated(Problem(kind=LATER_STAGE, message=message, where=user_line()))

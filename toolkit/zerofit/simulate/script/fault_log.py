@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.memory.ledger import Storage
-from zerofit.simulate.ops.tracker import is_own, own_line
+from zerofit.simulate.ops.tracker import is_own, user_line
 from zerofit.simulate.record import ScriptFault
 from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.simulate.script.values import known_value
@@ -66,7 +66,7 @@ class FaultLog:
         @wraps(backward)
         def run_backward(*args: object, **kwargs: object) -> None:
             if bound(*args, **kwargs).arguments.get("retain_graph"):
-                self.retained_at = own_line()
+                self.retained_at = user_line()
             backward(*args, **kwargs)
 
         # reentrant checkpoints call it: their outputs need a gradient only if an input does
@@ -80,11 +80,11 @@ class FaultLog:
         def init(model: DistributedDataParallel, *args: object, **kwargs: object) -> None:
             wrap(model, *args, **kwargs)
             if model.find_unused_parameters:
-                self.wrapped.append((model, own_line()))
+                self.wrapped.append((model, user_line()))
 
         @wraps(enable)
         def enabled(model: PreTrainedModel, *args: object, **kwargs: object) -> None:
-            self.checkpointed_at = own_line()
+            self.checkpointed_at = user_line()
             enable(model, *args, **kwargs)
 
         @contextmanager
@@ -94,7 +94,7 @@ class FaultLog:
                 yield
                 after = torch.default_generator.get_state()
             if bytes(before.numpy()) != bytes(after.numpy()):
-                self.redrawn_at = own_line()
+                self.redrawn_at = user_line()
                 torch.set_rng_state(after)  # torch has set the state to `before`, so that trunc_normal_ never ends
 
         torch.autograd.backward = run_backward
@@ -108,7 +108,7 @@ class FaultLog:
     def _zeroing(self, method: Callable[..., None]) -> Callable[..., None]:
         @wraps(method)  # libraries read signatures
         def zero_grad(*args: object, **kwargs: object) -> None:
-            self.zeroed_at = own_line()
+            self.zeroed_at = user_line()
             method(*args, **kwargs)
 
         return zero_grad
@@ -120,7 +120,7 @@ class FaultLog:
         """
         largest = 0
         self.models.append(model)
-        self.engine_at = self.engine_at or own_line()
+        self.engine_at = self.engine_at or user_line()
         for name, parameter in model.named_parameters():
             if is_lazy(parameter):
                 continue
@@ -132,7 +132,7 @@ class FaultLog:
                 self.plain_bytes += local_bytes(parameter)
                 storage = self.meter.storage_of(parameter)
                 if storage is not None and local_bytes(parameter) > largest:
-                    largest, self.plain_at = local_bytes(parameter), storage.own
+                    largest, self.plain_at = local_bytes(parameter), storage.user_line
         for module in model.modules():
             if isinstance(module, nn.Embedding):
                 self.widths.add(module.num_embeddings)
@@ -161,7 +161,7 @@ class FaultLog:
     def note_batch(self, args: object, kwargs: object) -> None:
         """Record that a micro batch begins. Called when the model gets the batch."""
         self.starts.append(len(self.meter.ledger.events))
-        self.batch_at = self.batch_at or own_line()
+        self.batch_at = self.batch_at or user_line()
         batch = args[0] if isinstance(args, tuple) and args and isinstance(args[0], Mapping) else kwargs
         mask = known_value(batch.get("attention_mask")) if isinstance(batch, Mapping) else None
         # a mask in floats is added to the scores: there, 0 marks a token

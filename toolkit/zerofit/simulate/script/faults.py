@@ -36,7 +36,7 @@ from zerofit.simulate.script.facts import elements_of
 from zerofit.simulate.script.fault_log import FaultLog, Lives, local_bytes
 from zerofit.simulate.script.lengths import Lengths
 from zerofit.simulate.script.phases import ScriptPhases, has_optimizer
-from zerofit.simulate.script.tracker import OWN_LINE_BYTES
+from zerofit.simulate.script.tracker import USER_LINE_BYTES
 from zerofit.spec.memory_kinds import BUCKETS, GRADIENTS
 from zerofit.spec.overhead import HOST_RESERVE
 from zerofit.spec.units import shown_bytes
@@ -128,7 +128,7 @@ def _wide_logits(script: Script) -> Iterator[Found]:
         own = storage.code is not None and is_own(storage.code.co_filename) and storage.phase == "forward"
         kept = after < len(begins) and lives.died.get(index, lives.end) > begins[after]
         if own and kept and width in script.log.widths:
-            largest[storage.own] = max(largest.get(storage.own, 0), storage.bytes)
+            largest[storage.user_line] = max(largest.get(storage.user_line, 0), storage.bytes)
     yield from ((line, size, "") for line, size in largest.items() if script.is_worth(size))
 
 
@@ -155,13 +155,14 @@ def _second_copy(script: Script) -> Iterator[Found]:
     for storage in meter.live_storages():
         made_by_step = storage.phase in ("forward", "backward")  # activations may have the sizes of weights
         is_bucket = storage.kind in (BUCKETS, GRADIENTS)  # DDP has a bucket for each large weight
-        if id(storage) not in owned and storage.place == DEVICE and storage.own and not (made_by_step or is_bucket):
-            made[storage.own][storage.bytes] += 1
+        unowned = id(storage) not in owned and storage.place == DEVICE
+        if unowned and storage.user_line and not (made_by_step or is_bucket):
+            made[storage.user_line][storage.bytes] += 1
     for line, sizes in made.items():
         # copies in 16 or 32 bits, or of the flat storages in which ZeRO and FSDP keep several parameters
         copies = [Counter({n * size: times for n, times in elements.items()}) for size in (2, 4)]
         for weights in (*copies, flat):
-            large = Counter({size: times for size, times in weights.items() if size >= OWN_LINE_BYTES})
+            large = Counter({size: times for size, times in weights.items() if size >= USER_LINE_BYTES})
             coverage = _total(sizes & large) / max(1, _total(large))
             if coverage >= MOSTLY and script.is_worth(_total(sizes)):
                 yield line, _total(sizes), ""
@@ -227,7 +228,7 @@ def _kept_outputs(script: Script) -> Iterator[Found]:
     for begin, end in zip(starts, [*starts[1:], script.lives.end], strict=True):
         sizes = Counter[tuple[str, str]]()
         for storage in _of_graph(script.lives.between(begin, end, at=script.lives.end)):
-            sizes[storage.own, storage.op] += storage.bytes if storage.own else 0
+            sizes[storage.user_line, storage.op] += storage.bytes if storage.user_line else 0
         for place, size in sizes.items():
             made[place].append(size)
     lines = Counter[str]()
@@ -306,8 +307,8 @@ def _pinned(script: Script) -> Iterator[Found]:
     if target.on_gpu and size * target.gpus > target.host_bytes * (1 - HOST_RESERVE):
         lines = Counter[str]()
         for storage in script.lives.storages:
-            if storage.place != DEVICE and storage.own:
-                lines[storage.own] += storage.bytes
+            if storage.place != DEVICE and storage.user_line:
+                lines[storage.user_line] += storage.bytes
         line = lines.most_common(1)[0][0] if lines else script.log.engine_at
         yield line, size, f"{shown_bytes(size * target.gpus)} of a node's {shown_bytes(target.host_bytes)}"
 

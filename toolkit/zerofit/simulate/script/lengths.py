@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from zerofit.simulate.fakes.patches import replace_in
-from zerofit.simulate.ops.tracker import own_line
+from zerofit.simulate.ops.tracker import user_line
 from zerofit.simulate.script.value_tracker import ValueTracker
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def tokenizers(lengths: Lengths) -> None:
     ) -> tuple[PaddingStrategy, TruncationStrategy, int | None, object]:
         padding, truncation, most, rest = strategies(self, *args, **kwargs)
         if padding.value == "max_length":
-            lengths.padded_at = own_line()
+            lengths.padded_at = user_line()
         if most and most < _UNLIMITED and truncation.value != "do_not_truncate":
             if lengths._of_targets:
                 lengths.targets = max(lengths.targets, most)

@@ -42,7 +42,7 @@ from zerofit.simulate.memory.categories import tag_owned_storages, tag_plain_opt
 from zerofit.simulate.memory.snapshot import StackLog
 from zerofit.simulate.ops.costs import Scratch, scratch_on
 from zerofit.simulate.ops.issued import IssuedLog
-from zerofit.simulate.ops.tracker import own_line
+from zerofit.simulate.ops.tracker import user_line
 from zerofit.simulate.record import STEPS, RankRecord, ScriptStage, SentTensors
 from zerofit.simulate.script import distributed, files, gpu, host, kernels, lengths, pretrained, saved
 from zerofit.simulate.script.colocated import colocated_vllm
@@ -257,7 +257,7 @@ def watch_progress(meter: ScriptTracker, log: PhaseLog, give_up: Callable[[Probl
             spent = 0.0 if phase != before[0] else spent if works_on_data else spent + POLL_S
         message = f"{phase_name(*phase)} did not end within {LIMIT_S / 60:.0f} minutes"
         hint = "the script may loop until a value changes, or wait for another process: remove or limit such code"
-        give_up(Problem(kind="not-simulated", message=message, hint=hint, where=own_line()))
+        give_up(Problem(kind="not-simulated", message=message, hint=hint, where=user_line()))
 
     threading.Thread(target=watch, daemon=True).start()
 

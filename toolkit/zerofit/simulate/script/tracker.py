@@ -52,7 +52,7 @@ from zerofit.simulate.script.value_tracker import HOLDS_NOTHING_BYTES, SIMULATED
 from zerofit.simulate.script.values import KEPT_DATA, alike, forget, known_value
 
 _HOST = torch.device("cpu")
-OWN_LINE_BYTES = 1 << 20  # storages from this size on have the script's line
+USER_LINE_BYTES = 1 << 20  # storages from this size on have the script's line
 _DEVICE_OF = torch.ops.prim.device.default
 _VALUE_OF = torch.ops.aten._local_scalar_dense.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -83,7 +83,7 @@ class ScriptTracker(ValueTracker):
     """Runs ops on host tensors for real. Runs ops on device tensors with fakes."""
 
     supports_higher_order_operators = True
-    own_line_bytes = OWN_LINE_BYTES
+    user_line_bytes = USER_LINE_BYTES
 
     def __init__(self, device: str, scratch: Scratch, fakes: FakeTensorMode, workspace_bytes: int = 0):
         super().__init__(device, scratch, fakes, workspace_bytes)

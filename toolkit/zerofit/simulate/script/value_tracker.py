@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, Scratch, leaves_of
-from zerofit.simulate.ops.tracker import FUNCTIONAL, is_own, own_line
+from zerofit.simulate.ops.tracker import FUNCTIONAL, is_own, user_line
 from zerofit.simulate.record import STEPS
 from zerofit.simulate.script.issuing import IssuingTracker
 from zerofit.simulate.script.values import (
@@ -24,11 +24,11 @@ from zerofit.simulate.script.values import (
     RULES,
     alike,
     choices,
-    decided,
     forget,
     is_assumed,
     is_data,
     keep,
+    known_truth,
     known_value,
     largest,
     on_host,
@@ -82,7 +82,7 @@ class ValueTracker(IssuingTracker):
 
         `bound`: the figures become an upper bound. `missing`: the figures lack memory. `here`: add the script's line.
         """
-        line = own_line() if here else ""  # "" if no line of the script is running
+        line = user_line() if here else ""  # "" if no line of the script is running
         text = f"{text}, at {line}" if line else text
         self.notes[text] += 1
         if bound:
@@ -283,7 +283,7 @@ class ValueTracker(IssuingTracker):
         if func._overloadpacket not in RULES:
             return False
         with on_host():
-            value = decided(func, args, tuple(map(known_value, args[:2])))
+            value = known_truth(func, args, tuple(map(known_value, args[:2])))
             if value is None or (out.numel() > KEPT_FLOATS and out.is_floating_point()):
                 return False
             # Expanded, a value of any size needs one element. Small ones are copied, so that ops can write into them.

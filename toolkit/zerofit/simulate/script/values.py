@@ -143,7 +143,7 @@ def largest(value: object) -> object:
 
 
 # `done = unknown | (length >= limit)` ends a loop of generation at its own limit only by this logic of three values.
-def decided(func: OpOverload, args: OpArguments, known: OpArguments) -> bool | None:
+def known_truth(func: OpOverload, args: OpArguments, known: OpArguments) -> bool | None:
     """Return True if an output is all True or 1, False if all False or 0, None if unknown.
 
     `func`: an op in RULES.
