@@ -24,6 +24,7 @@ from zerofit.check.finding import Effect, Finding, Severity
 from zerofit.check.rules.terms import FUNCTIONS, TERMS
 from zerofit.check.subject import CheckSubject
 from zerofit.features.optimizers import ENTRIES
+from zerofit.features.zero import ZERO_FEATURES
 
 PLACE = re.compile(r"\$\{(.+?)\}")  # an expression in a text
 
@@ -159,8 +160,8 @@ def rules() -> tuple[Rule, ...]:
     """Return all rules: those of zerofit.features, then those in check/rules/*.yaml."""
     folder = files("zerofit.check") / "rules"
     texts = (file.read_text(encoding="utf-8") for file in folder.iterdir() if file.name.endswith(".yaml"))
-    optimizers = (Rule(**rule.fields()) for entry in ENTRIES for rule in entry.rules)
-    return (*optimizers, *(rule for text in texts for rule in rules_of(text)))
+    of_features = (Rule(**rule.fields()) for entry in (*ENTRIES, *ZERO_FEATURES) for rule in entry.rules)
+    return (*of_features, *(rule for text in texts for rule in rules_of(text)))
 
 
 def rules_of(text: str) -> Iterator[Rule]:

@@ -107,7 +107,7 @@ class Refusal(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class JsonRule:
-    """A rule of `zerofit check` for faults of a DeepSpeed JSON with this optimizer."""
+    """A rule of `zerofit check` for faults of a DeepSpeed JSON with this optimizer or feature."""
 
     code: str
     severity: Literal["error", "warning"] = "error"

@@ -1,14 +1,16 @@
 """The features of ZeRO, offload and compilation that a DeepSpeed JSON switches on.
 
-All folders of the package read the entries. `config` refuses combinations. `check` reports stages at which a feature
-has no effect. `simulate` and `plan` refuse features that they cannot forecast, and `tune` refuses features that its
-trials cannot use. `checkpoint` names the states that a resume loses. `launch` compiles a feature's C++ op.
+`config` refuses combinations. `check` reports stages at which a feature has no effect. `simulate` and `plan` refuse
+features that they cannot forecast, and `tune` refuses features that its trials cannot use. `checkpoint` names the
+states that a resume loses. `launch` compiles a feature's C++ op.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+from zerofit.features.optimizer import JsonRule
 
 ZERO = "zero_optimization"
 
@@ -36,7 +38,7 @@ class ZeroFeature:
     op: str | None = None  # DeepSpeed's builder of its C++ op
     not_simulated: Unforecast | None = None
     not_planned: Unforecast | None = None
-    counted: bool = True  # plan's formulas include its memory and time; False: the answer says that they do not
+    counted: bool = True  # False: plan's formulas lack its effect on memory, time or both, and the answer names it
     unsaved: str = ""  # states of the feature that DeepSpeed does not save
     instead: str = ""  # alternative if these states must be saved
 
@@ -46,6 +48,21 @@ class ZeroFeature:
         for key in self.path.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
         return value not in self.off
+
+    @property
+    def rules(self) -> tuple[JsonRule, ...]:
+        """The rules of `zerofit check` about this feature."""
+        rule = JsonRule(
+            code="feature-stage",
+            path=self.path,
+            when="stage_is_set and stage < 3 and changed(path)",
+            message=f"{self.path.rpartition('.')[2]} at ZeRO stage ${{stage}}",
+            why=f"DeepSpeed ignores it below stage 3: {self.ignored_below_3}",
+            fix="use stage 3, or remove it",
+            source="runtime/engine.py:2749-2788",
+            ignored=True,
+        )
+        return (rule,) if self.ignored_below_3 else ()
 
 
 # the quantizer's kernels are CUDA code that fake tensors cannot pass (ops/quantizer)
