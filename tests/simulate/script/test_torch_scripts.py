@@ -348,10 +348,13 @@ def test_memory_that_zerofit_cannot_count_is_noted(folder):
     notes = {note.text: (note.bound, note.missing) for note in seen.facts.notes}
     assert notes == {
         "aten::_linalg_eigh: its workspace is not counted": (False, True),
-        "gradient of aten::prod: assumed that an element is 0, at train.py:12": (True, False),
+        "gradient of aten::prod: an upper bound, as if an element were 0, at train.py:12": (True, False),
         "forward-mode gradients (jvp, jacfwd, hessian): an upper bound": (True, False),
     }
     assert seen.lacks_memory and not seen.is_upper_bound  # memory is missing from the bound
+    failing = UNKNOWN_MEMORY.replace("\nnet", "\ndef check(i):\n    assert i < 1\n\nnet")
+    problem = refused(failing.replace("    optimizer.step()", "    check(i)\n    optimizer.step()"), gpus=1)
+    assert problem.kind == "script"  # none of these notes is on sizes
 
 
 def test_steps_by_a_closure_with_several_micro_batches_and_recomputation(folder):

@@ -71,9 +71,10 @@ def failure(target: ScriptTarget, meter: ScriptTracker, error: BaseException) ->
         if isinstance(error, ModuleNotFoundError):
             hint = f"the script runs with the packages of {sys.executable}: install the module there"
         said = ": ".join(filter(None, (type(error).__name__, first_lines(error))))
-        if meter.inexact and isinstance(error, (ValueError, RuntimeError, AssertionError)):
+        assumed = sorted(note for note in meter.inexact if "assumed" in note)  # other notes bound memory, not sizes
+        if assumed and isinstance(error, (ValueError, RuntimeError, AssertionError)):
             message = f"{target.command.script} fails, but zerofit had assumed sizes before: {said}"
-            hint = f"only a GPU computes these sizes; zerofit assumed: {'; '.join(sorted(meter.inexact))}"
+            hint = f"only a GPU computes these sizes; zerofit assumed: {'; '.join(assumed)}"
             return Problem(kind="not-simulated", message=message, hint=hint, where=where)
         message = f"this is the script's error: {said}\n{text.rstrip()}"
         return Problem(kind="script", message=message, hint=hint, where=where)

@@ -260,7 +260,7 @@ class ScriptTracker(ValueTracker):
         if lacking:
             self.note(lacking, missing=True)
         if func in _PRODUCTS and args[0].requires_grad and torch.is_grad_enabled():
-            self.note(f"gradient of {name}: assumed that an element is 0", bound=True, here=True)
+            self.note(f"gradient of {name}: an upper bound, as if an element were 0", bound=True, here=True)
         # torch also replaces a mask by one list of places per dimension, and these lists need memory
         if func in _INDEXED:
             args = (args[0], [number for i in args[1] for number in self._numbers(i)], *args[2:])
