@@ -67,9 +67,13 @@ _IN_PLACE = {
     "all_to_all_single": "alltoall_base",
     "broadcast": "broadcast",
 }
-# ops whose kernel, the same on all devices, calls other ops (ATen/native: Linear.cpp, LinearAlgebra.cpp)
-COMPOSED = (torch.ops.aten._trilinear.default, torch.ops.aten.linalg_pinv.atol_rtol_tensor)
-COMPOSED_KEY = DispatchKey.CompositeExplicitAutogradNonFunctional
+# ops whose kernel, the same on all devices, calls other ops (ATen/native: Linear.cpp, LinearAlgebra.cpp, Distance.cpp),
+# and the dispatch key of this kernel
+COMPOSED = {
+    torch.ops.aten._trilinear.default: DispatchKey.CompositeExplicitAutogradNonFunctional,
+    torch.ops.aten.linalg_pinv.atol_rtol_tensor: DispatchKey.CompositeExplicitAutogradNonFunctional,
+    torch.ops.aten.dist.default: DispatchKey.CompositeExplicitAutograd,
+}
 RESIZING = ("aten::resize_", "aten::set_", "inductor::resize_storage_bytes_")
 _SIMULATE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _MODELS = os.path.dirname(os.path.abspath(models.__file__))
@@ -261,7 +265,7 @@ class AllocationTracker(TorchDispatchMode):
         self.last = (name, self._module)
         if func in COMPOSED:
             with self:
-                return func._op_dk(COMPOSED_KEY, *args, **kwargs)
+                return func._op_dk(COMPOSED[func], *args, **kwargs)
         out = shortcuts.run(func, args, kwargs)
         if is_collective(name) or name == _ULYSSES:
             self._note_collective(name, args, out)

@@ -46,7 +46,7 @@ from zerofit.simulate.costs.layers import is_kernel
 from zerofit.simulate.memory.ledger import DEVICE
 from zerofit.simulate.ops import shortcuts
 from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, Scratch, leaves_of, uncounted
-from zerofit.simulate.ops.tracker import COMPOSED, COMPOSED_KEY, FUNCTIONAL, is_collective, is_counted
+from zerofit.simulate.ops.tracker import COMPOSED, FUNCTIONAL, is_collective, is_counted
 from zerofit.simulate.script.errors import not_simulated
 from zerofit.simulate.script.value_tracker import HOLDS_NOTHING_BYTES, SIMULATED, ValueTracker
 from zerofit.simulate.script.values import KEPT_DATA, alike, forget, known_value
@@ -120,7 +120,7 @@ class ScriptTracker(ValueTracker):
                 return func.decompose(*args, **kwargs)
         if func in COMPOSED:
             with self:
-                return func._op_dk(COMPOSED_KEY, *args, **kwargs)
+                return func._op_dk(COMPOSED[func], *args, **kwargs)
         if func is _WAIT:  # its rule for shapes would return a copy
             self.wait_for(args[0])
             return args[0]
