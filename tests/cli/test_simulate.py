@@ -16,14 +16,27 @@ from click.testing import CliRunner
 
 from tests.simulate.targets import TINY
 from zerofit.cli.main import main
-from zerofit.cli.simulate import _write_config
+from zerofit.cli.simulate import RUN_FIELDS, _write_config
 from zerofit.simulate.forecast.result import Simulation
+from zerofit.spec.run import Run
 
 SMALL = ["--model-args", json.dumps(TINY), "--seq-len", "16", "--micro-batch", "2"]
 KEYS = {
     *("world_size", "rank", "phases", "peak_bytes", "peak_phase", "peak_at", "breakdown", "reserved_bytes"),
     *("device_total_bytes", "host_bytes", "nvme_bytes", "comm", "fits", "margin_bytes", "knobs", "seconds"),
 }
+# fields of a run without a flag of `simulate`; a run file may contain them
+WITHOUT_FLAG = {
+    *("model", "download", "generate_samples", "stream", "chat_template", "packing", "skip_bad", "data_workers"),
+    *("random_erasing", "epochs", "lr", "schedule", "warmup_steps", "min_lr", "weight_decay", "momentum", "seed"),
+    *("compile", "fit", "pipeline_balance", "save_every", "save_async", "keep_last", "keep_every", "resume"),
+    *("eval_every", "eval_samples", "check_loss", "record_memory", "heartbeat_timeout", "log_every", "callbacks"),
+    *("profile", "profile_ranks", "tensorboard", "wandb", "output"),
+}
+
+
+def test_every_field_of_a_run_has_a_flag_or_is_listed_without_one():
+    assert set(Run.model_fields) - set(RUN_FIELDS) == WITHOUT_FLAG
 
 
 def ask(*args: str, code: int = 0):
