@@ -121,6 +121,30 @@ def test_layers_inside_torch_func_and_jagged_tensors(folder):
     assert seen.parameters == 65 * 4 and seen.model == "Linear"
 
 
+# a model for each trial; the last one is what the answer describes
+TRIALS = """\
+import torch
+
+def trial(rate):
+    net = torch.nn.Linear(1024, 1024, bias=False, device="cuda")
+    optimizer = torch.optim.Adam(net.parameters(), rate)
+    net(torch.randn(1, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+
+for rate in (0.1, 0.01, 0.001):
+    trial(rate)
+"""
+
+
+def test_a_model_that_the_script_has_released_is_free_memory(folder):
+    result = simulated(TRIALS)
+    seen, weights = facts(result).facts, 4 * 1024**2
+    assert seen.ended == "ended by itself" and (seen.parameters, seen.optimizer) == (1024**2, "Adam")
+    # weights, gradients, two moments, Adam's update, and a workspace of each of two threads
+    steps = [phase.peak_bytes for phase in result.phases if phase.name == "step"]
+    assert steps == 2 * [5 * weights + 2 * CUBLAS_HOPPER_BYTES]  # the first trial's, and the others'
+
+
 def test_an_error_of_a_hook_is_the_scripts_error(folder):
     problem = refused(BROKEN)
     assert "IndexError: list index out of range" in problem.message and problem.where == "train.py:4"

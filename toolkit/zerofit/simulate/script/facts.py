@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection
 from pathlib import PurePath
 from typing import cast
+from weakref import ref
 
 import torch
 from accelerate.state import AcceleratorState
@@ -74,7 +75,8 @@ def script_facts(
 ) -> ScriptFacts:
     """Return the facts about a script, except its memory. `how`: how the simulation ended."""
     allowed, allowed_by = lengths.limit() if shapes.longest else (0, "")
-    engine = next(filter(has_optimizer, phases.engines), None)
+    # together, since `phases` releases both when a module is built
+    engine, optimizers = next(filter(has_optimizer, phases.engines), None), phases.optimizers
     # a script that trains plain tensors, such as an image, calls no module
     models = [cast("nn.Module", engine.module)] if engine else phases.models or [nn.Module()]
     parameters = {id(p): p for model in models for p in model.parameters() if not is_lazy(p)}.values()
@@ -82,7 +84,7 @@ def script_facts(
     trained = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
     steps = max(phases.steps.values())
     # Lightning Fabric steps the optimizer, not the engine, whose batch sizes then are placeholders (1 x 1).
-    sizing = engine if engine and (engine.global_steps or not phases.steps[id(engine)]) else None
+    sizing = engine if engine and (engine.global_steps or not phases.steps[ref(engine)]) else None
     main = max(models, key=lambda model: sum(map(elements_of, model.parameters())))
     model = unwrapped(main)
     blocks, repeated = repeated_blocks(model)
@@ -106,7 +108,7 @@ def script_facts(
         zero_stage=engine.zero_optimization_stage() if engine else 0,
         sharding=f"ZeRO-{engine.zero_optimization_stage()}" if engine else _sharding(main),
         precision=_precision(engine, main, parameters, meter.autocast),
-        optimizer=_optimizer(engine, phases),
+        optimizer=_optimizer(engine or next(iter(optimizers), None)),
         micro_batch=sizing.train_micro_batch_size_per_gpu() if sizing else shapes.micro_batch,
         accumulation=sizing.gradient_accumulation_steps() if sizing else max(1, phases.micro_batches // steps),
         checkpointing=any(getattr(m, "gradient_checkpointing", False) for model in models for m in model.modules()),
@@ -158,9 +160,8 @@ def _precision(
     return _PRECISIONS.get(autocast if by_autocast else weights, "fp32") + " autocast" * by_autocast
 
 
-def _optimizer(engine: DeepSpeedEngine | None, phases: ScriptPhases) -> str:
-    """Return the class of the innermost optimizer: DeepSpeed and others wrap it."""
-    optimizer: object = engine.optimizer if engine is not None else phases.optimizers[0]
+def _optimizer(optimizer: object) -> str:
+    """Return the class of the innermost optimizer; "" for None. DeepSpeed's engine and optimizers wrap it."""
     while (inner := getattr(optimizer, "optimizer", None)) is not None and inner is not optimizer:
         optimizer = inner
-    return type(optimizer).__name__
+    return type(optimizer).__name__ if optimizer is not None else ""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import cast
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.utils.checkpoint
@@ -46,11 +47,12 @@ class FaultLog:
         self.zeroed_at = self.retained_at = self.checkpointed_at = ""
         self.redrawn_at: str | None = None  # where a sharded tensor in host memory gets random values
         self.detached = False  # whether a reentrant checkpoint got no input that requires a gradient
-        self.wrapped: list[tuple[DistributedDataParallel, str]] = []  # with find_unused_parameters
+        # weak, so that the script can free its models
+        self.wrapped = WeakKeyDictionary[DistributedDataParallel, str]()  # with find_unused_parameters -> line
+        self.experts = WeakKeyDictionary[nn.Module, str]()  # modules that choose experts -> line of their class
+        self.chosen = WeakSet[nn.Module]()  # modules of `experts` whose choice depends on values
+        self.models = WeakSet[nn.Module]()
         self.widths: set[int] = set()  # sizes of vocabularies
-        self.experts: dict[nn.Module, str] = {}  # modules that choose among experts -> line of their class
-        self.chosen: set[nn.Module] = set()  # modules of `experts` whose choice depends on values
-        self.models: list[nn.Module] = []
         self.faults: tuple[ScriptFault, ...] | None = None  # after the last step
         self._step = -1
 
@@ -80,7 +82,7 @@ class FaultLog:
         def init(model: DistributedDataParallel, *args: object, **kwargs: object) -> None:
             wrap(model, *args, **kwargs)
             if model.find_unused_parameters:
-                self.wrapped.append((model, user_line()))
+                self.wrapped[model] = user_line()
 
         @wraps(enable)
         def enabled(model: PreTrainedModel, *args: object, **kwargs: object) -> None:
@@ -119,7 +121,7 @@ class FaultLog:
         Must be called before the model is given to an engine, or before its first forward.
         """
         largest = 0
-        self.models.append(model)
+        self.models.add(model)
         self.engine_at = self.engine_at or user_line()
         for name, parameter in model.named_parameters():
             if is_lazy(parameter):
@@ -151,7 +153,7 @@ class FaultLog:
         def enter(*_: object) -> None:
             before.append(self.meter.notes.total())
 
-        def leave(*_: object) -> None:
+        def leave(module: nn.Module, *_: object) -> None:
             if self.meter.notes.total() > before.pop():
                 self.chosen.add(module)
 

@@ -278,7 +278,7 @@ def _experts(script: Script) -> Iterator[Found]:
         model = cast("nn.Module", engine.module)
         inside = {m for leaf in model.modules() if z3_leaf_module(leaf) for m in leaf.modules()}
         # one finding for each class, since set_z3_leaf_modules gets classes
-        for module in {type(module): module for module in script.log.chosen - inside}.values():
+        for module in {type(module): module for module in script.log.chosen if module not in inside}.values():
             yield script.log.experts[module] or script.log.engine_at, 0, type(module).__name__
 
 
@@ -293,7 +293,7 @@ def _lost_gradients(script: Script) -> Iterator[Found]:
 def _unused_search(script: Script) -> Iterator[Found]:
     """Find find_unused_parameters=True where all parameters get gradients in each batch."""
     chosen = [trainer.args.ddp_find_unused_parameters for trainer in script.lengths.trainers.values()]
-    for model, line in script.log.wrapped:
+    for model, line in script.log.wrapped.items():
         least = min(script.log.updated[id(p)] for p in model.parameters() if p.requires_grad)
         # None: the Trainer sets it, unless the model recomputes checkpoints (transformers/trainer.py, find_unused)
         if least >= len(script.log.starts) and None not in chosen:

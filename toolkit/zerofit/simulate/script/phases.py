@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -67,14 +68,17 @@ class ScriptPhases:
         self.log, self.wanted = log, steps
         self._on_model, self._on_batch, self._on_end = on_model, on_batch, on_end
         self._score = score  # runs a model that does not train
-        self.engines: list[DeepSpeedEngine] = []
-        self.optimizers: list[torch.optim.Optimizer] = []  # optimizers that stepped without an engine
-        self.models: list[nn.Module] = []  # models that were trained without an engine
-        self.steps: Counter[int] = Counter()  # id of an engine or optimizer -> its optimizer steps
+        # weak, in order: what the script has released is free memory, e.g. the model of an earlier trial or fold
+        self._engines = WeakKeyDictionary[DeepSpeedEngine, None]()
+        self._optimizers = WeakKeyDictionary[torch.optim.Optimizer, None]()
+        self._models = WeakKeyDictionary[nn.Module, None]()
+        # What trained last, for the facts of a script that ends by itself. Released when the script builds a module.
+        self._held: tuple[object, ...] = ()
+        self.steps = Counter[ref[object]]()  # of each engine and optimizer, also of a released one
         self._transformed: list[nn.Module] = []  # modules that ran inside torch.func and are not in `models` yet
         self.micro_batches = 0
         self._busy = 0  # depth of running engine calls: calls inside them belong to them
-        self._known: set[int] = set()  # ids of the modules of `models`
+        self._known = WeakSet[nn.Module]()  # the modules of `models`
         self._inside = False  # whether a forward or backward without an engine is running: nested calls belong to it
         # the optimizer that steps: it may contain another one (ZeroRedundancyOptimizer)
         self._stepping: torch.optim.Optimizer | None = None
@@ -115,7 +119,31 @@ class ScriptPhases:
         backward = torch.autograd.backward
         torch.autograd.backward = self._plain_backward(backward)
         nn.Module.__call__ = self._plain_forward(nn.Module.__call__)
+        nn.Module.__init__ = self._build(nn.Module.__init__)
         self.log.begin("build")
+
+    @property
+    def engines(self) -> list[DeepSpeedEngine]:
+        """The script's engines."""
+        return list(self._engines)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that stepped without an engine."""
+        return list(self._optimizers)
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models that were trained without an engine."""
+        return list(self._models)
+
+    def _build(self, method: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(method)
+        def init(module: nn.Module, *args: object, **kwargs: object) -> None:
+            self._held = ()
+            method(module, *args, **kwargs)
+
+        return init
 
     def _init(self, method: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(method)
@@ -125,7 +153,7 @@ class ScriptPhases:
             self._on_model(signature.bind(engine, *args, **kwargs).arguments["model"])
             self.log.begin("init")
             self._within(method, engine, *args, **kwargs)
-            self.engines.append(engine)
+            self._engines[engine] = None
             if has_optimizer(engine):
                 # Lightning Fabric 2.6 makes the steps of DeepSpeed's optimizer itself, without `engine.step`
                 optimizer: Any = engine.optimizer
@@ -151,7 +179,7 @@ class ScriptPhases:
 
     def _train_batch(self, method: Callable[..., object]) -> Callable[..., object]:
         def train_batch(engine: object, *args: object, **kwargs: object) -> object:
-            self.log.step = max(self.log.step, self.steps[id(engine)])
+            self.log.step = max(self.log.step, self.steps[ref(engine)])
             out = self._within(method, engine, *args, **kwargs)
             self._stepped(engine, list(filter(has_optimizer, self.engines)))
             return out
@@ -163,7 +191,7 @@ class ScriptPhases:
             trains = engine.training and has_optimizer(engine) and torch.is_grad_enabled()
             # a pipeline's train_batch calls this for each micro batch (runtime/pipe/engine.py, _exec_forward_pass)
             if trains or not self._busy:
-                self.log.step = max(self.log.step, self.steps[id(engine)]) if trains else self.log.step
+                self.log.step = max(self.log.step, self.steps[ref(engine)]) if trains else self.log.step
                 phase = "forward" if engine.training else "evaluation"
                 self.log.begin(LOGPROBS if self._scores() else phase)
             self.micro_batches += trains
@@ -217,14 +245,19 @@ class ScriptPhases:
 
         Raises ScriptStop when all of them have made `wanted` steps, or when one has made WAITED * `wanted` steps.
         """
-        self.steps[id(stepped)] += 1
-        counts = [self.steps[id(engine_or_optimizer)] for engine_or_optimizer in training]
+        self.steps[ref(stepped)] += 1
+        self._hold()
+        counts = [self.steps[ref(engine_or_optimizer)] for engine_or_optimizer in training]
         if min(counts) >= self.wanted or max(counts) >= WAITED * self.wanted:
             self._within(self._on_end, self.engines)  # so the models that it runs begin no phases
+            self._hold()
             self.log.end()
             raise ScriptStop
         self.log.step = max(counts)
         self.log.begin("forward")
+
+    def _hold(self) -> None:
+        self._held = (*self.engines, *self.optimizers, *self.models)
 
     # --- without an engine ---
 
@@ -278,9 +311,9 @@ class ScriptPhases:
         self._ran.add(id(module))
 
     def _learn(self, module: nn.Module) -> None:
-        if id(module) not in self._known:
-            self._known |= {id(child) for child in module.modules()}
-            self.models.append(module)
+        if module not in self._known:
+            self._known.update(module.modules())
+            self._models[module] = None
             self._on_model(module)
 
     def _plain_backward(self, method: Callable[..., None]) -> Callable[..., None]:
@@ -340,8 +373,7 @@ class ScriptPhases:
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if self._busy or self.engines:
             return
-        if optimizer not in self.optimizers:
-            self.optimizers.append(optimizer)
+        self._optimizers[optimizer] = None
         if optimizer is self._stepping:
             self._stepping = None
             if self._capture is not None:
@@ -355,7 +387,7 @@ class ScriptPhases:
 
     def _count(self, optimizer: torch.optim.Optimizer) -> None:
         # an optimizer that has stepped only in warm-ups or in a capture has no count yet, and need not be waited for
-        self._stepped(optimizer, [o for o in self.optimizers if o is optimizer or id(o) in self.steps])
+        self._stepped(optimizer, [o for o in self.optimizers if o is optimizer or ref(o) in self.steps])
 
     # --- CUDA graphs ---
 
