@@ -344,6 +344,13 @@ parser.parse_args(["--bf16"])
             "register_fake",
         ),
         (ENGINE + "torch._C._cuda_getCurrentRawStream(0)\n", "train.py:7 calls the GPU's driver", "this kernel off"),
+        (
+            ENGINE
+            + "from deepspeed.ops.op_builder import QuantizerBuilder as B\n"
+            + "B().load().quantize(torch.ones(8, device='cuda'), 1, 8, 0)\n",
+            "DeepSpeed's CUDA kernel quantize cannot be simulated",
+            "zero_quantized_weights",
+        ),
         (ENGINE + "torch.ones(3, device='cuda') @ torch.ones(4, device='cuda')\n", "train.py fails at", "own error"),
         (
             "import torch\ntorch.eye(9, device='cuda').to_sparse()\n",

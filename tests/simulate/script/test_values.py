@@ -334,6 +334,14 @@ from torch.nn.functional import ctc_loss
 
 layer = torch.nn.Linear(64, 512).cuda()
 optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9, fused=True)
+others = [
+    kind([torch.zeros(8, device="cuda", requires_grad=True)], lr=lr, fused=True)
+    for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+    for lr in (0.1, torch.tensor(0.1))
+]
+for other in others:
+    (weight,) = other.param_groups[0]["params"]
+    weight.grad = torch.ones_like(weight)
 lengths, targets = torch.tensor([3, 20, 7, 9]), torch.ones(4, 30, dtype=torch.long)
 for i in range(50):
     out = layer(torch.randn(96, 4, 64, device="cuda"))
@@ -347,6 +355,8 @@ for i in range(50):
     loss = loss + torch.fake_quantize_per_tensor_affine(out, 0.1, 0, -128, 127).mean()
     assert Binomial(5, rates.sigmoid()).sample().shape == out.shape
     loss.backward()
+    for other in others:
+        other.step()
     optimizer.step()
     optimizer.zero_grad()
 raise SystemExit("not stopped")

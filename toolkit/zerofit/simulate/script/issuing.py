@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,8 +16,10 @@ from zerofit.simulate.costs.kernels import call_of, one_kernel
 from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, Scratch, bytes_of, leaves_of
 from zerofit.simulate.ops.issued import COPY, HOOKS, HOST_STEP, KERNEL, ON_HOST, STEP, CommunicatingRanks, IssuedWork
 from zerofit.simulate.ops.tracker import AllocationTracker, collective_of
+from zerofit.simulate.script.errors import not_simulated
 
 _COPIES = ("_to_copy", "copy_")
+_IN_PLACE = re.compile("adam|adagrad|lamb|lion")  # in names of DeepSpeed's C++ ops that return no tensor
 
 
 class IssuingTracker(AllocationTracker):
@@ -79,7 +83,13 @@ class IssuingTracker(AllocationTracker):
             self.streams.issued.items.append(self._issued(HOOKS)._replace(count=parameters))
 
     def ran(self, name: str, args: object) -> None:
-        """Record one of DeepSpeed's C++ ops that ran in place, e.g. Adam on device or host."""
+        """Record one of DeepSpeed's C++ ops that ran in place, e.g. Adam on device or host.
+
+        Raises NotSimulated for other ops, e.g. those of the quantizer.
+        """
+        if not _IN_PLACE.search(name):
+            hint = "simulate without the option that needs it, e.g. zero_quantized_weights, for an upper bound"
+            raise not_simulated(f"DeepSpeed's CUDA kernel {name}", hint)
         tensors = [leaf for leaf in leaves_of(args) if isinstance(leaf, Tensor) and leaf.dim()]
         if self.streams.issued is None or not tensors:
             return

@@ -96,7 +96,7 @@ def synchronized_norms(meter: ScriptTracker) -> None:
 def missing_shapes(meter: ScriptTracker) -> None:
     """Give ops for which torch has no shape rule the shapes of their outputs, mostly those of the first argument.
 
-    Beta and Dirichlet distributions, fake quantization, CTC and `SGD(fused=True)` use them. CTC reads its lengths on
+    Beta and Dirichlet distributions, fake quantization, CTC and fused optimizers use them. CTC reads its lengths on
     the host, but not those of fakes. (aten/src/ATen/native/LossCTC.cpp)
     (torch._subclasses.fake_impls.op_implementations_dict, torch.ctc_loss)
     """
@@ -140,8 +140,11 @@ def missing_shapes(meter: ScriptTracker) -> None:
         fake_impls.op_implementations_dict[op.default] = alike
     for op in (aten.fake_quantize_per_tensor_affine_cachemask, aten.fake_quantize_per_channel_affine_cachemask):
         fake_impls.op_implementations_dict[op.default] = with_mask
-    for overload in ("default", "tensor_lr"):
-        fake_impls.op_implementations_dict[getattr(aten._fused_sgd_, overload)] = lambda *_, **__: None
+    # torch has rules for Adam and AdamW, but not if the learning rate is a tensor
+    steps = [aten._fused_adam_.tensor_lr, aten._fused_adamw_.tensor_lr, aten._fused_sgd_.default]
+    steps += [aten._fused_sgd_.tensor_lr, aten._fused_adagrad_.default, aten._fused_adagrad_.tensor_lr]
+    for op in steps:
+        fake_impls.op_implementations_dict[op] = lambda *_, **__: None
 
 
 def sparse_gradients(meter: ScriptTracker) -> None:
