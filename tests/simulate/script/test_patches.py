@@ -76,6 +76,7 @@ PATCHES = {
     "host_layers": (["torch:mkldnn_rnn_layer"], []),
     "replicas": (["torch.nn:DataParallel.forward"], []),
     "hybrid_engine": ([f"{HYBRID}.generate", f"{HYBRID}.new_inference_container"], []),
+    "subclasses": (["torch:Tensor.as_subclass"], []),
     "addresses": (
         ["torch:UntypedStorage.data_ptr", "torch._subclasses.fake_tensor:FakeTensor.data_ptr"],
         [Reason(FLAT, "_same_storage", "a b", "a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()")],

@@ -91,6 +91,11 @@ for i in range(4):
 MADE = """\
 import torch
 
+class Image(torch.Tensor):
+    pass
+
+image = torch.ones(2, 4).as_subclass(Image)
+assert type(image.clone()) is Image and image.cuda().tolist() == [[1] * 4] * 2
 temperature = torch.tensor(0.5, device="cuda", requires_grad=True)
 assert temperature.is_leaf and temperature.is_cuda
 with torch.device("cuda"):

@@ -205,6 +205,21 @@ def equality() -> None:
     replace_in(Tensor, "equal", equal)
 
 
+def subclasses() -> None:
+    """Leave fakes as they are where a library makes them its own kind of tensor.
+
+    Images of MONAI and fastai keep their type when they move to the device. torch refuses a second type for a fake.
+
+    (torch.Tensor.as_subclass)
+    """
+    original = cast("Callable[..., Tensor]", Tensor.as_subclass)
+
+    def as_subclass(self: Tensor, kind: type[Tensor]) -> Tensor:
+        return self if isinstance(self, FakeTensor) else original(self, kind)
+
+    replace_in(Tensor, "as_subclass", as_subclass)
+
+
 def addresses() -> None:
     """Give fakes addresses like real tensors: libraries find shared memory by address.
 

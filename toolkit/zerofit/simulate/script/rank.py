@@ -182,6 +182,7 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     host.equality()
     host.higher_order_ops(meter)
     host.addresses()
+    host.subclasses()
     host.parameter_types()
     host.nested_lengths()
     host.loaders()
