@@ -6,7 +6,7 @@ Sequences get their maximum length, but few tokens are computed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -103,7 +103,7 @@ def _shortened(
         limit = stopping_criteria.max_length or 0
         tokens = limit - input_ids.shape[1]
         hidden = tokens - COMPUTED
-        cached = rest.get("use_cache") and _growing_layers(rest.get("past_key_values")) is not None
+        cached = rest.get("use_cache") and _growing_layers(rest) is not None
         if hidden > 0 and cached and not any(getattr(generation_config, name) for name in _KEPT):
             most = f"generation: each sequence gets {tokens} new tokens, the limit"
             meter.note(f"{most}; {COMPUTED} of these tokens were computed")
@@ -123,8 +123,9 @@ def _shortened(
     return decode
 
 
-def _growing_layers(cache: object) -> Sequence[DynamicLayer] | None:
-    """Return the layers of a cache that grows with each token; None for other caches."""
+def _growing_layers(kwargs: Mapping[str, object]) -> Sequence[DynamicLayer] | None:
+    """Return the layers of a model's cache if it grows with each token; None for other caches."""
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))  # the name in older releases
     cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     if not isinstance(cache, Cache):
         return None
@@ -144,7 +145,7 @@ def _lengthen(kwargs: dict[str, Any], tokens: int) -> None:
             if name.endswith("position_ids"):
                 added = added + torch.arange(1, tokens + 1, dtype=value.dtype, device=value.device)
             kwargs[name] = torch.cat([value, added], dim=-1)
-    for layer in _growing_layers(kwargs["past_key_values"]) or ():
+    for layer in _growing_layers(kwargs) or ():
         assert layer.keys is not None
         length = layer.keys.shape[-2] + tokens
         if isinstance(layer, DynamicSlidingWindowLayer):
