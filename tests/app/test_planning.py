@@ -75,11 +75,17 @@ def test_layouts_have_the_optimizer_that_train_takes(profile, tmp_path):
         assert {one.layout.optimizer for one in found if one.layout.offload_optimizer == "none"} == {here}
         assert on_host == {asked or "adamw"}
     offloads = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    for config in ({"zero_optimization": {"stage": 2}}, offloads):
-        run = zf.Run(model="resnet18", data="synthetic", ds_config=config, micro_batch=2)
-        planned = zf.plan(profile=cnn, cluster=H100, ds_config=config, micro_batch=2).layouts[0].layout
-        job = prepare_simulation(as_request(run), H100).job
+    plain = {"zero_optimization": {"stage": 2}}
+    without_decay = plain | {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "weight_decay": 0}}}
+    for config, decay in ((plain, None), (offloads, None), (without_decay, None), (plain, 0.0)):
+        pins = {"ds_config": config, "micro_batch": 2, "weight_decay": decay}
+        run = zf.Run(model="resnet18", data="synthetic", **pins)
+        best = zf.plan(profile=cnn, cluster=H100, **pins).layouts[0]
+        planned, job = best.layout, prepare_simulation(as_request(run), H100).job
         assert (planned.optimizer, planned.offload) == (job.run.optimizer, PlannedLayout.of(job).offload)
+        assert planned.has_weight_decay is (job.ds_config["optimizer"]["params"]["weight_decay"] > 0)
+        assert PlannedLayout.of(job).has_weight_decay is planned.has_weight_decay
+        assert best.to_run().weight_decay == decay
     assert {one.layout.optimizer for one in zf.plan(profile=profile, cluster=H100, global_batch=64).layouts} == {
         "adamw"
     }

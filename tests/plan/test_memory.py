@@ -10,7 +10,13 @@ import pytest
 from zerofit.plan import memory as memory_module
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.memory import Forecaster, forecast
-from zerofit.plan.persistent import overlap_in_partition, overlaps_and_pieces, parameters_offloaded, sub_groups
+from zerofit.plan.persistent import (
+    overlap_in_partition,
+    overlaps_and_pieces,
+    parameters_offloaded,
+    partitions,
+    sub_groups,
+)
 from zerofit.plan.pipeline import stage_bounds
 from zerofit.plan.space import PlanRequest, space_of
 from zerofit.plan.timeline import timeline
@@ -73,6 +79,14 @@ TIED = replace(
 def test_a_stage_takes_no_norm_of_the_tied_matrix_that_another_one_has():
     """The last of two stages has a block and a copy of the embedding's matrix (stage_1_and_2.py:2680)."""
     assert overlaps_and_pieces(timeline(TIED, SETTING, ((2, 4),)), 1) == ((800_000, 200_000),)
+
+
+def test_without_weight_decay_all_parameters_are_one_group():
+    """With norms in each block; a group is padded to a multiple of 2 x 4 ranks (stage_1_and_2.py:390)."""
+    normed = replace(PROFILE, layers=(PROFILE.layers[0], replace(PROFILE.layers[1], vectors=(100, 3))))
+    line = timeline(normed, SETTING, weight_decay=False)
+    assert line.groups == ((600_000, 200_000, 100, 3, 200_000, 100, 3), ())
+    assert (partitions(timeline(normed, SETTING), 4), partitions(line, 4)) == ((250_000, 52), (250_052,))
 
 
 @pytest.mark.parametrize(("schedule", "apart"), [("1f1b", True), ("dualpipev", False)])

@@ -24,6 +24,7 @@ SHAPE = {"vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": INNER, 
 SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": SEQ_LEN}
 MATRICES = [(WORDS, WIDTH)] * 2 + [(WIDTH, WIDTH)] * 4 * LAYERS + [(WIDTH, INNER)] * 3 * LAYERS
 VECTORS = [WIDTH] * (2 * LAYERS + 1)
+ONE_GROUP = {"optimizer": "sgd", "weight_decay": 0.0}
 CASES: dict[str, dict[str, Any]] = {
     **{f"zero{stage}": {"config": f"zero{stage}", "optimizer": "adamw8bit"} for stage in (0, 2, 3)},
     "paged zero0": {"config": "zero0", "optimizer": "paged-adamw8bit"},
@@ -36,6 +37,11 @@ CASES: dict[str, dict[str, Any]] = {
     "cpu zero0": {"config": "zero0", "optimizer": "adamw8bit", "kind": "cpu"},
     "cpu zero2": {"config": "zero2", "optimizer": "adamw8bit", "kind": "cpu", "precision": "fp32"},
     "cpu adafactor": {"config": "zero0", "optimizer": "adafactor", "kind": "cpu"},
+    **{
+        f"{kind} sgd zero{stage} one group": {"config": f"zero{stage}", **ONE_GROUP, "kind": kind}
+        for kind in ("cpu", H100)
+        for stage in (1, 2, 3)
+    },
 }
 
 
@@ -91,6 +97,7 @@ def test_plan_forecasts_what_is_simulated(records):
     sizes = [abs(error) for error in errors.values()]
     assert statistics.median(sizes) <= 0.01, errors
     assert max(sizes) <= 0.04, errors
+    assert max(abs(error) for name, error in errors.items() if "one group" in name) <= 0.0001, errors
 
 
 def test_paged_moments_are_on_the_host(records):

@@ -61,6 +61,7 @@ class StepCost:
 
     temporary: Callable[[int, bool], int]  # (elements of a tensor, on a GPU) -> bytes allocated at the peak
     late: Callable[[bool], int]  # (on a GPU) -> bytes per element that live until the next tensor's are allocated
+    decayed: int = 0  # bytes per element of a copy of the gradient to which weight decay is added
     group_at_once: bool = False  # on a GPU, the step handles all tensors of a group at once
     moved_bytes: int = ADAM_BYTES  # per element, on the device
     like: Literal["adam", "sgd"] = "adam"  # the memory rate, which `zerofit calibrate` measures with this optimizer

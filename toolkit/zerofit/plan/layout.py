@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from zerofit.features.checkpointing import WORDS, Checkpointing
 from zerofit.features.engines import ENGINES, Engine
 from zerofit.features.optimizer import TrainingSetting
-from zerofit.features.optimizers import PLANNED, Optimizer
+from zerofit.features.optimizers import PLANNED, Optimizer, has_weight_decay
 from zerofit.spec.model_facts import ELEMENT_BYTES
 from zerofit.spec.overhead import CPU_PROCESS_HIGH_BYTES
 from zerofit.spec.profile import setting
@@ -48,6 +48,7 @@ class PlannedLayout:
     ep: int = 1  # data and sequence parallel ranks that hold a mixture's experts together
     precision: str = "bf16"
     optimizer: Optimizer = "adamw"
+    has_weight_decay: bool = True  # else all parameters are one group
     checkpointing: Checkpointing = False
     offload_optimizer: Offload = "none"
     offload_param: Offload = "none"
@@ -126,6 +127,7 @@ class PlannedLayout:
             schedule=job.run.pipeline_schedule,
             precision=job.precision,
             optimizer=optimizer,
+            has_weight_decay=has_weight_decay(job.ds_config),
             checkpointing=job.run.activation_checkpointing,
             ema=job.run.ema,
             **{f"offload_{part}": device for part, device in devices.items()},

@@ -197,7 +197,8 @@ class Forecaster:
     ) -> tuple[list[StageTimeline], list[Pass], Point]:
         stage_of_costs = 0 if layout.by_layer else layout.zero_stage
         key = self.profile.key_of(layout.setting, stage_of_costs, layout.micro_batch)
-        lines = [timeline(self.profile, key, parts, part) for part in range(len(parts or "."))]
+        decay = layout.has_weight_decay
+        lines = [timeline(self.profile, key, parts, part, decay) for part in range(len(parts or "."))]
         if parts is not None:
             return lines, *in_flight(lines, layout, stage)
         graded = lines[0].parameters if layout.accumulation > 1 else 0

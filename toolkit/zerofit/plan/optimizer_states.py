@@ -1,8 +1,8 @@
 """Compute an optimizer's states per tensor, and the memory that its step allocates.
 
 Both come from the optimizer's entry in `features.optimizers`. Adam is torch's Adam on a CPU and DeepSpeed's
-FusedAdam on a GPU. Other optimizers come from torch 2.14 and bitsandbytes 0.50.2. SGD has momentum and weight
-decay, as by default in `train`. So the forecast is too high for runs without them.
+FusedAdam on a GPU. Other optimizers come from torch 2.14 and bitsandbytes 0.50.2. SGD has momentum, as by default in
+`train`. So the forecast is too high for runs without it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def whole_states(line: StageTimeline, layout: PlannedLayout, device: str) -> Sta
 
 def step_bytes(layout: PlannedLayout, numel: int, device: str) -> int:
     """Return the peak of what the step of one tensor allocates, in bytes."""
-    return OPTIMIZERS[layout.optimizer].step.temporary(numel, device == "cuda")
+    step = OPTIMIZERS[layout.optimizer].step
+    return step.temporary(numel, device == "cuda") + step.decayed * numel * layout.has_weight_decay
 
 
 def whole_step_bytes(line: StageTimeline, layout: PlannedLayout, device: str) -> int:
@@ -47,4 +48,4 @@ def whole_step_bytes(line: StageTimeline, layout: PlannedLayout, device: str) ->
     numels = [sum(group) for group in line.groups] if together else [n for group in line.groups for n in group]
     # torch's loops free the last tensor of a parameter only after they have allocated one for the next parameter
     late = step.late(gpu)
-    return max((late * before + step.temporary(n, gpu) for before, n in pairwise([0, *numels])), default=0)
+    return max((late * before + step_bytes(layout, n, device) for before, n in pairwise([0, *numels])), default=0)

@@ -30,7 +30,7 @@ LARGE_BUCKET = 500_000_000  # elements; DeepSpeed's own default
 MOST_FREE_MICRO_BATCH = 64  # samples, without a global batch; images get 8 times as many
 IMAGES = 8
 # attributes in which the members of a family differ, or that no search decides; a request sets them for all members
-REPLACED = (*SIZES, "live", "reuse", "pin_optimizer", "pin_param", "steps_early")
+REPLACED = (*SIZES, "live", "reuse", "pin_optimizer", "pin_param", "steps_early", "has_weight_decay")
 MORE_GATHERED = 10  # factor on the usual prefetch and persistence sizes; they hardly change the forecast time
 
 _SHARDED_BITS = Problem(

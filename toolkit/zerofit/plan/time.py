@@ -364,7 +364,8 @@ class Timer:
         )
 
     def _line(self, layout: PlannedLayout) -> StageTimeline:
-        return timeline(self._profile, self._profile.key_of(layout.setting, 3), None, 0)
+        key = self._profile.key_of(layout.setting, 3)
+        return timeline(self._profile, key, None, 0, layout.has_weight_decay)
 
     def _layer_means(self, by_layer: Sequence[LayerFetches]) -> Iterator[tuple[float, float]]:
         """Yield bytes and number of all-gathers of each layer, averaged over equal layers."""

@@ -37,7 +37,7 @@ class Parameter(NamedTuple):
     """One parameter of a rank, as the optimizer groups it (models/build.py, parameter_groups)."""
 
     numel: int
-    group: int  # 0: matrices, 1: vectors, FROZEN: not in the optimizer, EXPERTS and above: experts
+    group: int  # 0: matrices or all, 1: vectors, FROZEN: not in the optimizer, EXPERTS and above: experts
     start: int  # elements before it in its group
     split: bool = False  # whether tensor parallelism splits it
     packed: bool = False  # quantized: its elements are bytes, whatever the precision
@@ -132,12 +132,17 @@ class StageTimeline:
 
 @lru_cache(maxsize=1024)
 def timeline(
-    profile: Profile, key: str, parts: tuple[tuple[int, int], ...] | None = None, part: int = 0
+    profile: Profile,
+    key: str,
+    parts: tuple[tuple[int, int], ...] | None = None,
+    part: int = 0,
+    weight_decay: bool = True,
 ) -> StageTimeline:
     """Return the timeline of a stage for the setting `key`, with the passes through one part.
 
     `parts` has a range of layers (first, last + 1) for each part. Ranges count equal layers one by one. If `parts` is
-    None, there is one part with all layers. Raises KeyError if the profile has no such setting.
+    None, there is one part with all layers. Without `weight_decay`, all parameters except experts are one group.
+    Raises KeyError if the profile has no such setting.
     """
     expanded = [
         _StageLayer(layer, cost)
@@ -149,7 +154,7 @@ def timeline(
     (first, last), start = ranges[part], sum(end - begin for begin, end in ranges[:part])
     indices = range(start, start + last - first)
     starts = list(accumulate((run.count for run in profile.layers), initial=0))
-    layers = _in_groups(stage)
+    layers = _in_groups(stage, weight_decay)
     chosen = [start + n for n in _representatives(stage[indices.start : indices.stop])]
     # bytes that the part's earlier layers have saved before each layer's forward, and in the end
     saved = accumulate((_point(stage[n].cost.saved_bytes) for n in indices), add, initial=NOTHING)
@@ -259,8 +264,11 @@ def _untied(expanded: list[_StageLayer], ranges: Sequence[tuple[int, int]], elem
     return untied
 
 
-def _in_groups(stage: Sequence[_StageLayer]) -> tuple[tuple[Parameter, ...], ...]:
-    """Assign each layer's parameters to the optimizer's groups, in the model's order."""
+def _in_groups(stage: Sequence[_StageLayer], weight_decay: bool) -> tuple[tuple[Parameter, ...], ...]:
+    """Assign each layer's parameters to the optimizer's groups, in the model's order.
+
+    In a group of all parameters, a layer's vectors come after its matrices: profiles have no other order.
+    """
     layers: list[list[Parameter]] = [[] for _ in stage]
     ends: Counter[int] = Counter()
     experts = EXPERTS  # the group that is being filled
@@ -269,7 +277,7 @@ def _in_groups(stage: Sequence[_StageLayer]) -> tuple[tuple[Parameter, ...], ...
         for numel, kind, split, copied in zip(placed.numels, placed.group_of, placed.split, placed.copied, strict=True):
             if kind == EXPERTS and ends[experts] and ends[experts] + numel > EXPERT_GROUP_ELEMENTS:
                 experts += 1
-            group = experts if kind == EXPERTS else kind
+            group = experts if kind == EXPERTS else 0 if kind == 1 and not weight_decay else kind
             layers[n].append(Parameter(numel, group, ends[group], split, copied=copied))
             ends[group] += numel
     return tuple(map(tuple, layers))

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from zerofit.check.dotted import get
 from zerofit.config.recipe import warmup_steps
 from zerofit.data import Data, eval_batches
-from zerofit.features.optimizers import of_json
+from zerofit.features.optimizers import has_weight_decay, of_json
 from zerofit.models.build import batch_keys, forward_logits, forward_named, output_part, parameter_groups
 from zerofit.models.checkpointing import keep_on_host
 from zerofit.models.dtypes import DTYPES
@@ -77,8 +77,8 @@ def start_engine(job: Job, model: nn.Module, steps: int, **options: Any) -> Any:
         keep_on_host(model)  # DeepSpeed's cpu_checkpointing works only with its own checkpoint function
     if run.mlp_chunk:
         tile_mlps(model, run.mlp_chunk)
-    decay = bool(get(job.ds_config, "optimizer.params.weight_decay", True))
-    groups: Any = parameter_groups(model.parameters(), decay)  # DeepSpeed's annotation does not allow groups
+    # DeepSpeed's annotation does not allow groups
+    groups: Any = parameter_groups(model.parameters(), has_weight_decay(job.ds_config))
     entry = of_json(get(job.ds_config, "optimizer.type"))
     # a compiled step needs Muon's compiled functions on a GPU
     if not (entry and entry.compiled and accelerator().device_name() != "cpu"):

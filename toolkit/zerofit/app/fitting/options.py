@@ -14,6 +14,7 @@ from zerofit.app.planning.layout_pins import DEGREES, FIELDS, fixed_knobs, savin
 from zerofit.app.planning.output_files import ds_config as planned_config
 from zerofit.app.planning.output_files import layout_fields, merged
 from zerofit.app.planning.search_setup import forecast_of
+from zerofit.features.optimizers import has_weight_decay
 from zerofit.plan.degrees import Degrees
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.result import plain
@@ -70,6 +71,7 @@ def options_of(
     own = {name: knobs[name] for name in fields if name in knobs}
     keep = {name: value for name, value in knobs.items() if name not in {*own, *degrees}}
     keep |= {"ema": run.ema} if run.ema else {}
+    keep["has_weight_decay"] = has_weight_decay(job.ds_config)  # it may come from the run's weight decay
     keep |= {name: max(1, keep[name]) for name in ("tp", "sp", "ep") if name in keep}  # 0 means 1 in DeepSpeed
     request = PlanRequest(
         precision=job.precision,

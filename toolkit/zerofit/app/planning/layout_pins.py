@@ -15,7 +15,7 @@ from zerofit.check.subject import TargetHardware
 from zerofit.config.decide import precision_of, where
 from zerofit.config.ds_json import read_for_run
 from zerofit.features.checkpointing import Checkpointing
-from zerofit.features.optimizers import OPTIMIZERS, PLANNED, Optimizer, run_name
+from zerofit.features.optimizers import OPTIMIZERS, PLANNED, Optimizer, has_weight_decay, run_name
 from zerofit.features.zero import GRADIENTS_IN_FP32, features_on
 from zerofit.plan.layout import OFFLOADS, SIZES, UNSET, Offload, steps_early
 from zerofit.spec.errors import Problems
@@ -76,6 +76,7 @@ class LayoutPins(TypedDict, total=False):
     seq_len: int | None
     precision: Precision | None
     optimizer: Optimizer | None
+    weight_decay: float | None
     global_batch: int | None
     micro_batch: int | None
     micro_batch_by_rank: str | None
@@ -131,6 +132,8 @@ def fixed_knobs(given: Mapping[str, Any]) -> dict[str, Any]:
         knobs["checkpointing"] = True
     if steps_early(config):
         knobs["steps_early"] = True
+    if not (has_weight_decay(config) if given.get("weight_decay") is None else given["weight_decay"]):
+        knobs["has_weight_decay"] = False
     fixed = {knob: value for knob, value in knobs.items() if value not in ("auto", None)}
     # JSON writes large sizes as floats, like 5e8
     fixed = {knob: int(value) if isinstance(value, float) else value for knob, value in fixed.items()}

@@ -113,8 +113,11 @@ class PlannedRun:
     def fields(self) -> dict[str, Any]:
         """The fields of the run except its DeepSpeed JSON and data."""
         fields = run_fields(self.layout, self.profile, self.model_args, self.request.image) | self.request.part
-        fields |= {"compile": True} if self.request.pins.get("compile") else {}
-        return {**fields, **savings_of(self.request.pins, self.request.ds_config).fields}
+        pins = self.request.pins
+        fields |= {"compile": True} if pins.get("compile") else {}
+        decay = pins.get("weight_decay")
+        fields |= {} if decay is None else {"weight_decay": decay}
+        return {**fields, **savings_of(pins, self.request.ds_config).fields}
 
     def to_run(self) -> Run:
         """Return the run without data. Raises UserError for layouts of FSDP2 and torchtitan.

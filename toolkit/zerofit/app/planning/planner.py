@@ -98,6 +98,7 @@ def plan(
             memory: `precision`, `activation_checkpointing`, `activation_offload`, `loss_chunk`, `mlp_chunk`;
             degrees: `tensor_parallel`, `pipeline`, `pipeline_schedule`, `sequence_parallel`, `expert_parallel`;
             ZeRO: `zero_stage`, `offload` (of the optimizer), `offload_param`, `overlap_comm`;
+            optimizer: `optimizer`, `weight_decay` (0 makes all parameters one group);
             model: `model_args`, and the trained part (`lora` and its options, `train`, `freeze`);
             `ds_config`: a DeepSpeed JSON. All its values are fixed, except "auto".
 

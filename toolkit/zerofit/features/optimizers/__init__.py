@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal, get_args
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, get_args
 
 from zerofit.features.optimizer import FLOAT_BYTES, OptimizerEntry, Refusal, States, TrainingSetting
 from zerofit.features.optimizers.adafactor import ADAFACTOR
@@ -32,6 +32,15 @@ def of_json(json_type: object) -> OptimizerEntry | None:
     """Return the optimizer with this DeepSpeed name, in any case; None if it is not supported."""
     kind = str(json_type).lower()
     return next((entry for entry in ENTRIES if kind == entry.json_type.lower() or kind in entry.same_states), None)
+
+
+def has_weight_decay(config: Mapping[str, Any]) -> bool:
+    """Return whether the optimizer of a DeepSpeed JSON may have weight decay.
+
+    Vectors (norms, biases) are then a parameter group without it. Otherwise all parameters are one group.
+    """
+    params = (config.get("optimizer") or {}).get("params") or {}
+    return bool(params.get("weight_decay", True))
 
 
 def saved_bytes(

@@ -14,10 +14,11 @@ SGD = OptimizerEntry(
     coupled_decay=True,
     momentum=0.9,
     states=States(numbers=1, host_numbers=1),
-    # the gradient plus decay; on a GPU torch adds the decay to all gradients of a group at once
+    # on a GPU torch adds the decay to all gradients of a group at once
     step=StepCost(
-        temporary=lambda numel, gpu: 4 * numel,
+        temporary=lambda numel, gpu: 0,
         late=lambda gpu: 0,
+        decayed=4,
         group_at_once=True,
         moved_bytes=SGD_BYTES,
         like="sgd",

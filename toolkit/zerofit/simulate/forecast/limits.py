@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zerofit.check.dotted import get
+from zerofit.features.optimizers import has_weight_decay
 from zerofit.models.build import build, expert_places, parameter_groups
 from zerofit.models.catalog import source_of
 from zerofit.simulate.record import SimulationTarget
@@ -81,7 +82,7 @@ def sub_groups(few: SimulationTarget, more: SimulationTarget) -> Callable[[int],
     if layout.tp * layout.ep > 1:
         return lambda layers: []
     most, ranks = get(zero, "sub_group_size", SUB_GROUP), layout.dp * layout.sp
-    decay = bool(get(few.job.ds_config, "optimizer.params.weight_decay", True))
+    decay = has_weight_decay(few.job.ds_config)
     ones, twos = (
         {
             group["name"]: [parameter.numel() for parameter in group["params"]]
