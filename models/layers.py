@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -379,4 +380,5 @@ class FirstToken(nn.Module):
 
 def _mask(make: Callable[..., Tensor | None], config: PreTrainedConfig, x: Tensor, **options: Tensor) -> Tensor | None:
     """Return a mask for hidden states without padding; None if the kernel needs no mask."""
-    return make(config=config, inputs_embeds=x, attention_mask=None, past_key_values=None, **options)
+    cache = "cache" if "cache" in inspect.signature(make).parameters else "past_key_values"  # before transformers 5.24
+    return make(config=config, inputs_embeds=x, attention_mask=None, **{cache: None}, **options)

@@ -42,7 +42,7 @@ class Finding:
         """Return the keys that `zerofit check --json` prints."""
         # Scripts read the older name "beside", and the three older effects.
         names = ("line", "column", "path", "severity", "effect", "code", "message", "why", "fix")
-        values = {name: getattr(self, name) for name in names} | {"beside": self.other_place}
+        values: dict[str, object] = {**{name: getattr(self, name) for name in names}, "beside": self.other_place}
         return values | {"effect": "changes"} if self.effect == "costs" else values
 
 

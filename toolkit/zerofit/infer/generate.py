@@ -206,7 +206,8 @@ def _cached(fake: nn.Module, length: int, device: torch.device, written: int = 0
         arguments["decoder_input_ids"] = torch.zeros(1, written, dtype=torch.long, device=device)
     # Like generate(), which computes the logits of the last token only, if the model supports it.
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(fake).forward).parameters else {}
-    cache = fake(use_cache=True, **arguments, **last).past_key_values
+    output = fake(use_cache=True, **arguments, **last)
+    cache = output.cache if hasattr(output, "cache") else output.past_key_values  # before transformers 5.24
     parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
     layers = [layer for part in (parts if written else [cache]) for layer in getattr(part, "layers", ())]
     return [t for layer in layers for t in vars(layer).values() if isinstance(t, Tensor)]

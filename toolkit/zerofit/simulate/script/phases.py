@@ -74,7 +74,7 @@ class ScriptPhases:
         self._models = WeakKeyDictionary[nn.Module, None]()
         # What trained last, for the facts of a script that ends by itself. Released when the script builds a module.
         self._held: tuple[object, ...] = ()
-        self.steps = Counter[ref[object]]()  # of each engine and optimizer, also of a released one
+        self.steps = Counter[object]()  # by weak reference to an engine or optimizer, also of a released one
         self._transformed: list[nn.Module] = []  # modules that ran inside torch.func and are not in `models` yet
         self.micro_batches = 0
         self._busy = 0  # depth of running engine calls: calls inside them belong to them
