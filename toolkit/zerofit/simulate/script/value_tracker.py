@@ -52,6 +52,7 @@ _BOUNDED = (
     "torchvision::nms",  # its largest output: all boxes
 )
 _COUNTS = (_aten.sum.default, _aten.sum.dim_IntList)
+_LOWER_LIMITS, _AND = (_aten.ge, _aten.gt), (_aten.bitwise_and, _aten.logical_and)
 # the flag that it would set for an overflow stays 0, since training continues
 _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
 _OVERWRITES = (_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor)
@@ -126,7 +127,7 @@ class ValueTracker(IssuingTracker):
 
         Add a note if the script's own code reads it.
         """
-        value = func(*args)  # by the rule of `fakes.patches.item`
+        value = vars(args[0]).get("_passes") or func(*args)  # by the rule of `fakes.patches.item`
         code = self._call_site()[1]
         if code is not None and is_own(code.co_filename):
             self.note(f"the value of a tensor on the device: assumed to be {value}", here=True)
@@ -203,6 +204,8 @@ class ValueTracker(IssuingTracker):
         if func in _COUNTS and args[0].dtype == torch.bool and known_value(args[0]) is None:
             vars(outs[0])["_elements"] = args[0].numel() // max(1, outs[0].numel())
             return
+        if len(outs) == 1:
+            _mark_check(func._overloadpacket, args, outs[0])
         # both before the inputs are asked for: these values hold although an input is unknown
         if self._keep_choices(func, args, outs) or (len(outs) == 1 and self._keep_decided(func, args, outs[0])):
             return
@@ -301,6 +304,17 @@ class ValueTracker(IssuingTracker):
         If a script's own module reads an unknown value, zerofit assumes one and adds a note.
         """
         return False
+
+
+def _mark_check(op: object, args: OpArguments, out: FakeTensor) -> None:
+    """Mark the result of a check such as `(boxes[:, 2:] >= boxes[:, :2]).all()`, which passes in a real run."""
+    # `(change < 1e-3).all()` usually ends a loop early, so upper limits do not count. The same holds for integers.
+    if op in _LOWER_LIMITS:
+        vars(out)["_limited"] = args[0].is_floating_point()
+    elif op in _AND:
+        vars(out)["_limited"] = any(isinstance(t, Tensor) and vars(t).get("_limited") for t in args[:2])
+    elif op is _aten.all:
+        vars(out)["_passes"] = vars(args[0]).get("_limited", False)
 
 
 def _written(func: OpOverload, args: OpArguments) -> OpArguments:
