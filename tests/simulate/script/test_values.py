@@ -212,8 +212,11 @@ def test_images_that_are_padding_are_known(folder):
 def test_an_error_after_sizes_were_assumed_is_not_the_scripts(folder):
     assumed = "check(out[near].numel())"
     problem = refused(IMAGES.replace("LESS", "1").replace("CHECK", assumed), gpus=1)
-    assert problem.kind == "not-simulated" and "assumed sizes before: ValueError: too near" in problem.message
+    assert problem.kind == "not-simulated" and "assumed values before: ValueError: too near" in problem.message
     assert "a mask of unknown values as an index: assumed to be all True" in (problem.hint or "")
+    summed = "check(1 if out.detach().cpu().numpy().any() else 9)"
+    problem = refused(IMAGES.replace("LESS", "1").replace("CHECK", summed), gpus=1)
+    assert "assumed values before" in problem.message and "these are zeros, at train.py" in (problem.hint or "")
     problem = refused(IMAGES.replace("LESS", "0").replace("CHECK", ""), gpus=1)
     assert problem.message.startswith("this is the script's error: ValueError: too near")
 

@@ -71,10 +71,9 @@ def failure(target: ScriptTarget, meter: ScriptTracker, error: BaseException) ->
         if isinstance(error, ModuleNotFoundError):
             hint = f"the script runs with the packages of {sys.executable}: install the module there"
         said = ": ".join(filter(None, (type(error).__name__, first_lines(error))))
-        assumed = sorted(note for note in meter.inexact if "assumed" in note)  # other notes bound memory, not sizes
-        if assumed and isinstance(error, (ValueError, RuntimeError, AssertionError)):
-            message = f"{target.command.script} fails, but zerofit had assumed sizes before: {said}"
-            hint = f"only a GPU computes these sizes; zerofit assumed: {'; '.join(assumed)}"
+        if (assumed := _assumed(meter)) and isinstance(error, (ValueError, RuntimeError, AssertionError)):
+            message = f"{target.command.script} fails, but zerofit had assumed values before: {said}"
+            hint = f"only a GPU computes these values: {assumed}"
             return Problem(kind="not-simulated", message=message, hint=hint, where=where)
         message = f"this is the script's error: {said}\n{text.rstrip()}"
         return Problem(kind="script", message=message, hint=hint, where=where)
@@ -100,7 +99,16 @@ def _not_simulated(target: ScriptTarget, meter: ScriptTracker, error: BaseExcept
         hint = "this is a limit of the simulation: please report it, with the command"
         return f"zerofit cannot simulate this: {place} raised {raised}: {first}", hint
     hint = "it may be the script's own error: the simulation checks shapes and types as the real machine does"
+    if assumed := _assumed(meter):
+        hint = f"only a GPU computes these values: {assumed}"
     return f"{target.command.script} fails at {place}: {type(error).__name__}: {first}", hint
+
+
+def _assumed(meter: ScriptTracker) -> str:
+    """Return the notes on sizes and arrays that the simulation made up; "" without any."""
+    # Other notes that make the figures inexact are about memory only. Most scripts read a loss, so it does not count.
+    sizes = {note for note in meter.inexact if "assumed" in note}
+    return "; ".join(sorted(sizes.union(note for note in meter.notes if "these are zeros" in note)))
 
 
 def _missing_from_hub(error: BaseException) -> str:
