@@ -386,7 +386,8 @@ def test_a_step_that_each_rank_prints_is_one_step():
     steps = "".join(f"step {step} loss: 1.0\n" * 2 for step in range(2))
     assert explained(steps + LOGS["dataloader-worker-ended"][0]).steps == 2
     swift = '{"loss": 1.39, "global_step/max_steps": "8275/11043"}\n{"loss": 0.0, "grad_norm": NaN}\n'
-    assert explained(swift).steps == 8275
+    console = "{'loss': 0.49, 'epoch': 0.26, 'global_step/max_steps': '12/94'}\n{'loss': nan}\n"
+    assert (explained(swift).steps, explained(console).steps) == (8275, 12)
 
 
 def test_the_traceback_of_a_launcher_names_no_line():

@@ -20,7 +20,7 @@ _NO_TRAINING = re.compile(
     r"load|shard|map|token|generat|download|fetch|eval|valid|predict|filter|proces|pack|split|saving|sanity|test", re.I
 )
 _STEP = re.compile(
-    r"(?:\b(?:global_)?step(?:s|_?num|_count)?|\biter(?:ation)?s?|\bIter)\b(?:/max_steps)?['\"]?\s*[=: \[]\s*\"?"
+    r"(?:\b(?:global_)?step(?:s|_?num|_count)?|\biter(?:ation)?s?|\bIter)\b(?:/max_steps)?['\"]?\s*[=: \[]\s*['\"]?"
     r"(?P<step>\d+)",
     re.I,
 )
