@@ -1,9 +1,8 @@
 """Read the profiles of named models that ship with zerofit, for plans without torch.
 
-A file (profiles/*.xz) has the models of one family on one kind of device, in one precision, at one length. The name is
-FAMILY-DEVICE-PRECISION.xz at the default length (without --seq-len), else FAMILY-DEVICE-PRECISION-TOKENS.xz. A line has
-a model's name, the digest of its config, and its profile as JSON without default values. benchmarks/shipped_profiles.py
-writes them.
+A file (profiles/FAMILY-DEVICE-PRECISION.xz) has the models of one family on one kind of device, in one precision. All
+profiles are for the default length (without --seq-len). A line has a model's name, the digest of its config, and its
+profile as JSON without default values. benchmarks/shipped_profiles.py writes them.
 """
 
 from __future__ import annotations
@@ -27,26 +26,26 @@ def shipped_profile(model: str, device: str, precision: str, seq_len: int | None
     """
     if model not in NAMED:
         return None
-    default = _read(profile_file(NAMED[model].family, device, precision), model)
-    if seq_len is None or (default and default.seq_len == seq_len):
-        return default
-    return _read(profile_file(NAMED[model].family, device, precision, seq_len), model)
+    digest, text = read_lines(profile_file(NAMED[model].family, device, precision)).get(model, ("", ""))
+    if digest != config_digest(model):
+        return None
+    profile = Profile.from_dict(json.loads(text))
+    return profile if seq_len in (None, profile.seq_len) else None
 
 
 def shipped_settings(model: str) -> list[str]:
-    """Return a model's shipped profiles in words, such as "bf16 on a GPU at 4,096 tokens"."""
+    """Return a model's shipped profiles in words, such as "bf16 on a GPU"."""
     settings = []
     for file in sorted(FOLDER.glob(f"{NAMED[model].family}-*.xz")) if model in NAMED else ():
-        device, precision, *length = file.stem.removeprefix(f"{NAMED[model].family}-").split("-")
+        device, precision = file.stem.removeprefix(f"{NAMED[model].family}-").split("-", 1)
         if device in ("cpu", "cuda") and model in read_lines(file):  # "bert-large-..." is no file of "bert"
-            device_name = "a CPU" if device == "cpu" else "a GPU"
-            settings.append(f"{precision} on {device_name}" + (f" at {int(length[0]):,} tokens" if length else ""))
+            settings.append(f"{precision} on {'a CPU' if device == 'cpu' else 'a GPU'}")
     return settings
 
 
-def profile_file(family: str, device: str, precision: str, seq_len: int | None = None) -> Path:
+def profile_file(family: str, device: str, precision: str) -> Path:
     """Return the file of a family's profiles."""
-    return FOLDER / ("-".join([family, device, precision, *([str(seq_len)] if seq_len else [])]) + ".xz")
+    return FOLDER / f"{family}-{device}-{precision}.xz"
 
 
 def read_lines(file: Path) -> dict[str, tuple[str, str]]:
@@ -60,8 +59,3 @@ def read_lines(file: Path) -> dict[str, tuple[str, str]]:
 def config_digest(model: str) -> str:
     """Return a digest of a model's config. Profiles with another digest are outdated."""
     return hashlib.sha256(json.dumps(PRESETS.get(model, model), sort_keys=True).encode()).hexdigest()[:12]
-
-
-def _read(file: Path, model: str) -> Profile | None:
-    digest, text = read_lines(file).get(model, ("", ""))
-    return Profile.from_dict(json.loads(text)) if digest == config_digest(model) else None
