@@ -171,7 +171,7 @@ class Member:
 
     host: str
     local_rank: int
-    cores: tuple[int, ...]  # number of cores that it may use
+    cores: tuple[int, ...]  # numbers of the cores that it may use
     gpus: int | None  # number of GPUs that it may see; None: all, or unknown
     versions: Mapping[str, str]
 
