@@ -88,6 +88,12 @@ def test_a_bundled_file_leaves_the_run_its_batch(stored):
     assert values(found, "zero_stage", "micro_batch") > {(2, 8), (2, 4)}
 
 
+def test_auto_in_a_json_fixes_nothing(stored, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": "auto", "overlap_comm": "auto"}}')
+    assert values(asked(*stored, "--ds-config", file, "--top", 100), "zero_stage") >= {(1,), (2,), (3,)}
+
+
 def test_superoffload_steps_beside_backward_where_nothing_is_clipped(stored, tmp_path):
     early = tmp_path / "early.json"
     early.write_text(

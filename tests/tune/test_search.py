@@ -162,6 +162,9 @@ def test_keys_tell_configurations_apart():
     found = candidates(0)
     assert len({c.key for c in found}) == len(found)
     assert replace(found[0], forecast_step_s=1.0).key == found[0].key
+    # A stored trial of an earlier version has the former fields of a layout, and counts.
+    other = replace(found[0].layout, has_weight_decay=False)
+    assert "has_weight_decay" not in found[0].key and replace(found[0], layout=other).key != found[0].key
 
 
 def test_other_batches_are_compared_by_their_time_for_a_sample():

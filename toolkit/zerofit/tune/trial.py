@@ -29,6 +29,8 @@ class Candidate:
     def key(self) -> str:
         """A text that identifies the configuration, to match trials with candidates."""
         values = {**asdict(self.layout), "compiled": self.compiled}
+        if self.layout.has_weight_decay:  # the usual case; stored trials of earlier versions have no such field
+            del values["has_weight_decay"]
         return " ".join(f"{name}={value}" for name, value in values.items())
 
     def to_dict(self) -> dict[str, object]:

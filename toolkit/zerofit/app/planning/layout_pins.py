@@ -157,9 +157,9 @@ def read_config(ds_config: str | Mapping[str, object] | None) -> dict[str, Any]:
         return {}
     document = read_for_run(ds_config) if isinstance(ds_config, str) else of_data(dict(ds_config))
     name, problems = ds_config if isinstance(ds_config, str) else "--ds-config", Problems()
-    # Only these faults are certain. A rule about several keys may depend on a value that the plan searches.
+    # Only faults of single keys are certain. A rule about several keys may depend on a value that the plan searches.
     for fault in keys(document.config, catalog(), TargetHardware()):
-        if fault.severity == "error":
+        if fault.severity == "error" and fault.code != "auto-unfilled":  # "auto" fixes nothing
             position = document.place(fault.path)
             located = replace(fault, line=position.line, column=position.column)
             problems.add(fault.code, f"{fault.message}. {fault.why}", fault.fix, where(located, document, name))
