@@ -64,6 +64,10 @@ def test_a_deepspeed_json_keeps_what_it_names_and_flags_hold_against_it(stored, 
     assert {row["tp"] for row in found["layouts"]} > {1}  # of which it says nothing
     found = asked(*stored, "--ds-config", file, "--micro-batch", 4, "--no-overlap-comm", "--top", 100)
     assert values(found, *names) == {(3, "none", False, 12_345_678, 4, 64)}
+    asked(*stored, "--ds-config", file, "--zero-stage", 2, "--offload", "cpu", "--write", tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "ds_config.json").read_text())["zero_optimization"]
+    assert (written["stage"], written["offload_optimizer"]["device"]) == (2, "cpu")
+    assert (written["overlap_comm"], written["reduce_bucket_size"]) == (True, 12_345_678)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ Edits = tuple[Edit, ...]
 class Finding:
     """One fault of a DeepSpeed JSON."""
 
-    code: str  # stable slug, listed in docs/checks.md
+    code: str  # stable slug; the documentation site lists all (docs/site.py, checks_page)
     severity: Severity = "error"  # error: DeepSpeed stops, or trains differently than intended
     effect: Effect = "stops"
     path: str  # dotted key, "" for the whole document

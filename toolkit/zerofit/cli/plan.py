@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from zerofit.spec.cluster import Cluster
 
 FINDING = 1
-# the options of a run that change a forecast; others, such as --lr, change neither memory nor step time
+# the options of a run that change a forecast; others, such as --lr, change neither memory nor step time. Weight decay
+# changes the memory only if it is 0, as a DeepSpeed JSON or `zerofit.plan(weight_decay=0)` can set it.
 RUN_FIELDS = (
     *("model_args", "task", "micro_batch", "micro_batch_by_rank", "gradient_accumulation_steps", "global_batch"),
     *("seq_len", "optimizer", "activation_checkpointing", "ema", "tensor_parallel", "pipeline", "pipeline_schedule"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypedDict
@@ -9,7 +10,7 @@ from typing import Any, Literal, TypedDict
 from zerofit.check.aliases import documented_config
 from zerofit.check.catalog import catalog
 from zerofit.check.document import of_data
-from zerofit.check.dotted import get
+from zerofit.check.dotted import drop, get
 from zerofit.check.keys import keys
 from zerofit.check.subject import TargetHardware
 from zerofit.config.decide import precision_of, where
@@ -182,6 +183,15 @@ def knobs_of(pins: Mapping[str, object], config: Mapping[str, object]) -> dict[s
     if knobs.get("zero_stage") == 0:
         knobs.pop("overlap", None)  # the value has no effect at stage 0
     return {knob: max(1, value) if knob in DEGREES else value for knob, value in knobs.items()}
+
+
+def without_pinned(pins: Mapping[str, object], config: Mapping[str, object]) -> dict[str, Any]:
+    """Return the DeepSpeed JSON without the keys that options of a plan replace."""
+    kept = copy.deepcopy(dict(config))
+    for knob, pin in PINS.items():
+        if pins.get(pin) is not None:
+            drop(kept, KEYS[knob].removesuffix(".device") if pins[pin] == "none" else KEYS[knob])
+    return kept
 
 
 def batch_and_precision(pins: Mapping[str, object], config: Mapping[str, object]) -> dict[str, Any]:

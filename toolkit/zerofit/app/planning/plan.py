@@ -8,7 +8,7 @@ from typing import Any
 
 from zerofit.app.planning.corrections import MeasuredScaling, TraceCalibration, TunedLayouts
 from zerofit.app.planning.largest_fit import FewestDevices, LargestFit
-from zerofit.app.planning.layout_pins import savings_of
+from zerofit.app.planning.layout_pins import savings_of, without_pinned
 from zerofit.app.planning.output_files import (
     data_line,
     ds_config,
@@ -99,7 +99,8 @@ class PlannedRun:
         """The DeepSpeed JSON; values that the run decides (batch sizes, precision, lr) are "auto"."""
         planned = ds_config(self.layout, self.profile, self.request.nvme_path)
         # with `measured`, the user's JSON describes the measured layout, and the search was free of it
-        return planned if self.request.measured else merged(planned, self.request.ds_config)
+        own = {} if self.request.measured else without_pinned(self.request.pins, self.request.ds_config)
+        return merged(planned, own)
 
     @property
     def model_args(self) -> dict[str, Any]:
