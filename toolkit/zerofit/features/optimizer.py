@@ -59,7 +59,7 @@ class StepCost:
     then 20 elements need 4 * 10 + 8 * 20 = 200 bytes. With `group_at_once` they count as one: 8 * 30 = 240 bytes.
     """
 
-    temporary: Callable[[int, bool], int]  # (elements of a tensor, on a GPU) -> bytes allocated at the peak
+    temporary: Callable[[int, bool], int]  # (elements of a tensor, on a GPU) -> bytes at the peak, without `decayed`
     late: Callable[[bool], int]  # (on a GPU) -> bytes per element that live until the next tensor's are allocated
     decayed: int = 0  # bytes per element of a copy of the gradient to which weight decay is added
     group_at_once: bool = False  # on a GPU, the step handles all tensors of a group at once
