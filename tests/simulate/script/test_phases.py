@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.simulate.script.scripts import facts, refused, simulated
-from zerofit.cli.simulate_show import _facts
+from zerofit.cli.simulate_show import _facts, _script_settings
 from zerofit.spec.overhead import CUBLAS_HOPPER_BYTES
 
 # torchtitan's way: the head runs chunk by chunk, each with its backward, and the rest of the model follows
@@ -140,6 +142,10 @@ def test_a_model_that_the_script_has_released_is_free_memory(folder):
     result = simulated(TRIALS)
     seen, weights = facts(result).facts, 4 * 1024**2
     assert seen.ended == "ended by itself" and (seen.parameters, seen.optimizer) == (1024**2, "Adam")
+    # and if the last one is released, too
+    none = replace(seen, parameters=0, trained_parameters=0, optimizer="")
+    assert _script_settings(replace(facts(result), facts=none)).split(", ")[:2] == ["fp32", "micro batch 1"]
+    assert not _script_settings(replace(facts(result), facts=none)).endswith(", ")
     # weights, gradients, two moments, Adam's update, and a workspace of each of two threads
     steps = [phase.peak_bytes for phase in result.phases if phase.name == "step"]
     assert steps == 2 * [5 * weights + 2 * CUBLAS_HOPPER_BYTES]  # the first trial's, and the others'

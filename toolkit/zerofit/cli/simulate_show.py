@@ -121,11 +121,12 @@ def _run_settings(run: SimulatedRun) -> str:
 
 def _script_settings(run: SimulatedScript) -> str:
     facts = run.facts
-    words = [f"{facts.model} of {facts.parameters:,} parameters"]
+    # a script that has released its model, or trains plain tensors, has no model at the end
+    words = [f"{facts.model} of {facts.parameters:,} parameters"] if facts.parameters else []
     if facts.trained_parameters < facts.parameters:
         words.append(f"{facts.trained_parameters:,} of them trained")
     words += [facts.precision, f"micro batch {facts.micro_batch}", f"accumulation {facts.accumulation}"]
-    words += [facts.optimizer]
+    words += [facts.optimizer] if facts.optimizer else []
     words += ["activation checkpointing"] if facts.checkpointing else []
     words += [f"batches of up to {facts.longest_seen} tokens"] if facts.longest_seen else []
     if facts.longest_allowed > facts.longest_seen:
