@@ -125,15 +125,18 @@ def test_layers_inside_torch_func_and_jagged_tensors(folder):
 
 # a model for each trial; the last one is what the answer describes
 TRIALS = """\
+import copy
 import torch
 
+base = torch.nn.Linear(1024, 1024, bias=False)
+
 def trial(rate):
-    net = torch.nn.Linear(1024, 1024, bias=False, device="cuda")
+    net = torch.nn.Linear(1024, 1024, bias=False, device="cuda") if rate > 0.01 else copy.deepcopy(base).cuda()
     optimizer = torch.optim.Adam(net.parameters(), rate)
     net(torch.randn(1, 1024, device="cuda")).sum().backward()
     optimizer.step()
 
-for rate in (0.1, 0.01, 0.001):
+for rate in (0.1, 0.03, 0.01, 0.003, 0.001):
     trial(rate)
 """
 

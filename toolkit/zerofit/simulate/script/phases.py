@@ -72,7 +72,8 @@ class ScriptPhases:
         self._engines = WeakKeyDictionary[DeepSpeedEngine, None]()
         self._optimizers = WeakKeyDictionary[torch.optim.Optimizer, None]()
         self._models = WeakKeyDictionary[nn.Module, None]()
-        # What trained last, for the facts of a script that ends by itself. Released when the script builds a module.
+        # What trained last, for the facts of a script that ends by itself. Released when the script builds a module, or
+        # first trains another one, e.g. a copy.
         self._held: tuple[object, ...] = ()
         self.steps = Counter[object]()  # by weak reference to an engine or optimizer, also of a released one
         self._transformed: list[nn.Module] = []  # modules that ran inside torch.func and are not in `models` yet
@@ -312,6 +313,7 @@ class ScriptPhases:
 
     def _learn(self, module: nn.Module) -> None:
         if module not in self._known:
+            self._held = ()
             self._known.update(module.modules())
             self._models[module] = None
             self._on_model(module)
