@@ -275,10 +275,10 @@ def _from_path(name: str, path: Path) -> ModelSource:
 
 def read_config(file: Path) -> Config:
     """Read a config.json of transformers or of a diffusers denoiser. Raises ModelError."""
-    seen = [file] if file.is_file() else file.parent.glob("*")
-    conversion = next((hint for f in seen for name, hint in CONVERSIONS.items() if f.match(name)), "")
     if not file.is_file():
-        hint = conversion or "give a folder with config.json, or a model from `zerofit models`"
+        # Only in a folder that the user names: a model's name alone has the current folder as its parent.
+        seen = file.parent.glob("*") if file.name == "config.json" else ()
+        hint = _conversion(*seen) or "give a folder with config.json, or a model from `zerofit models`"
         if (file.parent / "run.json").is_file():
             hint = f"for a run folder use {file.parent}/model (its weights) or {file.parent}/run.json (the run)"
         if (file.parent / "adapter_config.json").is_file():
@@ -291,7 +291,8 @@ def read_config(file: Path) -> Config:
     except OSError as error:
         raise ModelError("model-config", f"cannot read {file}: {error.strerror or error}", CONFIG_HINT) from None
     except Unreadable as error:
-        raise ModelError("model-config", f"{file} is not a model config: {error}", conversion or CONFIG_HINT) from None
+        hint = _conversion(file) or CONFIG_HINT
+        raise ModelError("model-config", f"{file} is not a model config: {error}", hint) from None
     if "_class_name" in config and "model_type" not in config:
         if config["_class_name"] not in DENOISERS:
             message = f"{file} is for diffusers' {config['_class_name']}; supported: {', '.join(DENOISERS)}"
@@ -300,7 +301,7 @@ def read_config(file: Path) -> Config:
         return config
     if "model_type" not in config:
         message = f'{file} is not a config.json of transformers: it has no "model_type"'
-        hint = conversion or 'e.g. {"model_type": "llama", "hidden_size": 512}'
+        hint = _conversion(file) or 'e.g. {"model_type": "llama", "hidden_size": 512}'
         raise ModelError("model-config", message, hint)
     try:
         _ConfigKeys.model_validate(config)
@@ -308,6 +309,11 @@ def read_config(file: Path) -> Config:
         wrong = [f"{'.'.join(map(str, e['loc']))} is {e['input']!r:.60}: {e['msg']}" for e in error.errors()]
         raise ModelError("model-config", f"{file}: {'; '.join(wrong)}", CONFIG_HINT) from None
     return config
+
+
+def _conversion(*files: Path) -> str:
+    """Return how to convert the first of these files that has another program's format; "" if none has."""
+    return next((hint for file in files for name, hint in CONVERSIONS.items() if file.match(name)), "")
 
 
 def _unknown(name: str) -> tuple[str, str]:

@@ -31,7 +31,7 @@ DTYPE = "dtype"
 # transformers' own code instead, except Mamba's, whose kernels have stand-ins (models/state_space.py).
 _STATE_SPACE = ("mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba", "zamba2")
 _LINEAR_ATTENTION = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid", "kimi_linear")
-_LINEAR_ATTENTION += ("glm5_next", "bailing_hybrid")
+_LINEAR_ATTENTION += ("glm5_next", "bailing_hybrid", "lara_mini")
 _KERNEL_PACKAGES: dict[str, str] = {
     **dict.fromkeys(_STATE_SPACE, "mamba-ssm"),
     **dict.fromkeys(_LINEAR_ATTENTION, "flash-linear-attention"),

@@ -104,6 +104,7 @@ def test_what_a_training_leaves_out_of_a_config_is_noted_and_looked_for_nowhere(
     assert notes_of_config("m", source_config(eager)) == []
 
 
+@pytest.mark.versions
 def test_kernels_of_other_packages_are_noted():
     """Every model type that needs mamba-ssm or fla in this transformers, but those with stand-ins."""
     folder = Path(transformers.__file__).parent / "models"

@@ -39,7 +39,7 @@ for step in range(50):
     if not ((scores[1:] >= scores[:3]) & (scores[1:] <= 1)).all():
         raise ValueError("the scores are not in order")
     for iteration in range(5):
-        if (scores.diff() < 1e-3).all():
+        if (scores.diff() < 1e-3).all() or (scores > 1e-3).all():
             break
     assert iteration == 4
     loss = scores.square().mean()

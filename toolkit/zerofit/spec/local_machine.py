@@ -220,10 +220,14 @@ def gpu_memory(count: int) -> list[Gpu]:
 
 def visible_gpus() -> int | None:
     """Return how many GPUs CUDA_VISIBLE_DEVICES leaves this process; None if not set or unknown."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return None
+    if not visible.strip() or visible.lstrip().startswith("-"):
+        return 0
     # A container may have GPUs but no nvidia-smi. So the number is unknown if no GPU is found.
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
-        with suppress(UserError):
-            return len(nvidia_gpus() or amd_gpus()) or None
+    with suppress(UserError):
+        return len(nvidia_gpus() or amd_gpus()) or None
     return None
 
 

@@ -161,7 +161,7 @@ def _copies(*places: int) -> Callable[[OpArguments, OpOutput], int]:
 # gradient that sum() expands
 def _unordered(args: OpArguments, out: OpOutput) -> int:
     """Count the bytes of the matrices that BLAS needs copied: neither their rows nor their columns are contiguous."""
-    matrices = [m for m in args[-2:] if isinstance(m, Tensor)]
+    matrices = [m for m in args if isinstance(m, Tensor)][-2:]  # the first argument of addmm is added to their product
     return sum(bytes_of(m) for m in matrices if not (_has_rows(m) or _has_rows(m.mT)))
 
 

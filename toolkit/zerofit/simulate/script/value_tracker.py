@@ -52,7 +52,7 @@ _BOUNDED = (
     "torchvision::nms",  # its largest output: all boxes
 )
 _COUNTS = (_aten.sum.default, _aten.sum.dim_IntList)
-_LOWER_LIMITS, _AND = (_aten.ge, _aten.gt), (_aten.bitwise_and, _aten.logical_and)
+_AND = (_aten.bitwise_and, _aten.logical_and)
 # the flag that it would set for an overflow stays 0, since training continues
 _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
 _OVERWRITES = (_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor)
@@ -308,8 +308,9 @@ class ValueTracker(IssuingTracker):
 
 def _mark_check(op: object, args: OpArguments, out: FakeTensor) -> None:
     """Mark the result of a check such as `(boxes[:, 2:] >= boxes[:, :2]).all()`, which passes in a real run."""
-    # `(change < 1e-3).all()` usually ends a loop early, so upper limits do not count. The same holds for integers.
-    if op in _LOWER_LIMITS:
+    # `(change < 1e-3).all()` and `(error > 1e-3).all()` usually control a loop, so such limits do not count. The same
+    # holds for integers.
+    if op is _aten.ge or (op is _aten.gt and isinstance(args[1], (int, float)) and args[1] == 0):
         vars(out)["_limited"] = args[0].is_floating_point()
     elif op in _AND:
         vars(out)["_limited"] = any(isinstance(t, Tensor) and vars(t).get("_limited") for t in args[:2])
