@@ -7,12 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypedDict
 
-from zerofit.check.aliases import documented_config
-from zerofit.check.catalog import catalog
 from zerofit.check.document import of_data
 from zerofit.check.dotted import drop, get
-from zerofit.check.keys import keys
-from zerofit.check.subject import TargetHardware
 from zerofit.config.decide import precision_of, where
 from zerofit.config.ds_json import read_for_run
 from zerofit.features.checkpointing import Checkpointing
@@ -156,6 +152,12 @@ def read_config(ds_config: str | Mapping[str, object] | None) -> dict[str, Any]:
     """
     if ds_config is None:
         return {}
+    # Only for a JSON: these imports are a tenth of the time of a plan from a shipped profile.
+    from zerofit.check.aliases import documented_config
+    from zerofit.check.catalog import catalog
+    from zerofit.check.keys import keys
+    from zerofit.check.subject import TargetHardware
+
     document = read_for_run(ds_config) if isinstance(ds_config, str) else of_data(dict(ds_config))
     name, problems = ds_config if isinstance(ds_config, str) else "--ds-config", Problems()
     # Only faults of single keys are certain. A rule about several keys may depend on a value that the plan searches.
