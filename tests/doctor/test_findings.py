@@ -30,7 +30,7 @@ def put(facts: dict, path: str, value: object) -> dict:
     return told
 
 
-STRAY = {"pid": 4711, "run": "that-run", "rank": True, "name": "python", "user": "ann", "seconds": 60}
+STRAY = {"pid": 4711, "run": "that-run", "user": "ann"}
 USER = {"pid": 815, "name": "/usr/bin/python"}
 # what is put where, the check, its status, words of what is found and of the hint
 FAULTS = [
@@ -167,9 +167,10 @@ def reached(*errors, interface="eth0"):
 
 
 def routed(side, first, *others, port=29500, callback=None, master=None):
-    address = {"interface": "eth0", "mtu": 9000, "speed_mbit": 100_000, "loopback": False}
-    rows = [{**address, "address": f"10.0.{n}.1", "link_local": False} for n in range(2)]
-    told = put(put(side, "addresses", rows), "asked_from", {"here": "10.0.1.1"})
+    # the last four are no candidates: loopback, link-local and IPv6
+    addresses = ("10.0.0.1", "10.0.1.1", "127.0.0.1", "::1", "169.254.7.7", "fd00::1")
+    rows = [{"interface": "eth0", "mtu": 9000, "speed_mbit": 100_000, "address": address} for address in addresses]
+    told = put(put(side, "addresses", rows), "ssh_address", "10.0.1.1")
     there = {"a": Answers("a", *first), **{f"b{n}": Answers(f"b{n}", one) for n, one in enumerate(others)}}
     request = PreflightRequest(master=master, master_port=port, callback=callback)
     return asyncio.run(find_routes(list(there), there, dict.fromkeys(there, told), request))

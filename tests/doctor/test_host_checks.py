@@ -25,7 +25,7 @@ def well(facts):
     found["libaio"] = {"header": True, "library": True}
     found["limits"] = {"nofile": 65536, "nproc": None, "memlock": None}
     found["infiniband"] = ["mlx5_0"]
-    found["shared_memory"] = {"total_bytes": 2**34, "free_bytes": 2**34}
+    found["shared_memory_bytes"] = 2**34
     found["versions"] |= {"torch": "2.14.1+cu130", "torchvision": "0.29.1", "deepspeed": "0.19.8", "nccl": "2.30.7"}
     return found
 
@@ -51,8 +51,7 @@ FAULTS = [
     ("tools/pdsh", None, "pdsh", WARN),
     ("limits/nofile", 1024, "limit nofile", WARN),
     ("limits/memlock", 65536, "limit memlock", WARN),
-    ("shared_memory/total_bytes", 64 * 2**20, "shared-memory", WARN),
-    ("shared_memory", None, "shared-memory", WARN),
+    ("shared_memory_bytes", 64 * 2**20, "shared-memory", WARN),
     ("versions/nccl", "2.29.2", "versions-clash", FAIL),
     ("versions/nccl", "2.28.3", "versions-clash", FAIL),
     ("versions/deepspeed", "0.18.0", "versions-clash", FAIL),

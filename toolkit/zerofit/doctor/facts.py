@@ -155,9 +155,9 @@ class HostFacts(system.GpuSurvey):
     run_file: str | None  # its hash
     addresses: list[system.Address]
     infiniband: list[str]
-    asked_from: dict[str, str | None]
+    ssh_address: str | None
     memory: HostMemoryFacts
-    shared_memory: dict[str, int] | None
+    shared_memory_bytes: int
     limits: dict[str, int | None]
     tools: dict[str, str | None]
     libaio: dict[str, bool]
@@ -180,9 +180,9 @@ def collect(question: dict[str, Any], stack: ExitStack) -> HostFacts:
             "run_file": _at(question.get("run_file"), file_hash),
             "addresses": system.addresses(),
             "infiniband": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),  # also RoCE adapters
-            "asked_from": system.asked_from(),
+            "ssh_address": system.ssh_address(),
             "memory": {"total_bytes": total, "free_bytes": free, "reserved_bytes": reserved_on_host()},
-            "shared_memory": system.shared_memory(),
+            "shared_memory_bytes": system.shared_memory_bytes(),
             "limits": system.limits(),
             "tools": system.tools(),
             "libaio": aio.result(),

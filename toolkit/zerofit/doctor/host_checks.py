@@ -119,8 +119,7 @@ def _limits(host: str, facts: HostFacts) -> Iterator[Check]:
         hint = f"raise it in /etc/security/limits.conf (* - {name} unlimited), or with `ulimit`"
         found = check(f"limit {name}", host, problem, shown, WARN, f"{value} or more", hint)
         yield replace(found, figure=figure, source=NCCL_SOURCE if name == "memlock" else "")
-    shared = facts["shared_memory"]
-    total = shared["total_bytes"] if shared else 0
+    total = facts["shared_memory_bytes"]
     shown, expected = shown_bytes(total), f"{shown_bytes(SHARED)} or more in /dev/shm"
     problem, hint = shown if total < SHARED else "", "start the container with --shm-size 16g, or --ipc host"
     found = check("shared-memory", host, problem, shown, WARN, expected, hint)

@@ -51,10 +51,9 @@ def measure(job: MeasurementJob) -> dict[str, object]:
     steps: dict[str, Callable[[], Mapping[str, object]]] = {
         "matrix products": lambda: {"matmul_flops": _matmul(device, budget_s)},
         "memory": lambda: {"memory_bandwidth": _memory(device, budget_s)},
-        "launches": lambda: {"launch_s": _launch(device, budget_s)},
         "kernels by shape": lambda: measure_kernels(device, budget_s) if job.by_shape else {},
         "DeepSpeed's engine": lambda: measure_engine(Stopwatch(device, budget_s)) if job.by_shape else {},
-        "Adam in host memory": lambda: {"host_bandwidth": _adam(budget_s)},
+        "Adam in host memory": lambda: {"host_bandwidth": _adam(budget_s)} if job.by_shape else {},
         "host copies": lambda: {"host_copy": _host_copy(device, budget_s)},
         "collectives": lambda: _collectives(device, ranks) if ranks > 1 else {},
         "collectives by size": lambda: _by_size(device, ranks) if ranks > 1 and job.by_shape else {},
@@ -111,17 +110,6 @@ def _memory(device: torch.device, budget_s: float) -> float:
     # far larger than any cache
     x = torch.zeros(2**29 if device.type == "cuda" else 2**27, dtype=torch.float32, device=device)
     return 2 * x.nbytes / _seconds(lambda: x.add_(1.0), device, budget_s)
-
-
-def _launch(device: torch.device, budget_s: float) -> float:
-    """Return the seconds from the start of one small op to the next."""
-    x, count = torch.zeros(16, device=device), 1000
-
-    def many() -> None:
-        for _ in range(count):
-            x.add_(1.0)
-
-    return _seconds(many, device, budget_s) / count
 
 
 def _adam(budget_s: float) -> float:

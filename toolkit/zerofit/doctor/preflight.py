@@ -160,8 +160,8 @@ async def find_routes(
     interfaces = {name: row["interface"] for name, row in to_master.items() if not row["error"] and row["interface"]}
     if master and len(names) > 1 and first in interfaces:
         # on the first host itself, the name that the user has given may resolve to loopback
-        here = facts[first]["asked_from"]["here"]
-        by_ssh = (row["interface"] for row in facts[first]["addresses"] if row["address"] == here)
+        here = facts[first]
+        by_ssh = (row["interface"] for row in here["addresses"] if row["address"] == here["ssh_address"])
         interfaces[first] = next(by_ssh, interfaces[first])
     checks += [interface_check(name, interface, facts[name], len(names)) for name, interface in interfaces.items()]
     return Preflight(
@@ -184,13 +184,10 @@ def candidates_of(facts: HostFacts, *, alone: bool) -> list[str]:
     """Return the IPv4 addresses at which others may reach a host: ssh's, then the fastest first."""
     if alone:
         return [LOOPBACK]
-    usable = [
-        row
-        for row in facts["addresses"]
-        if not row["loopback"] and not row["link_local"] and ipaddress.ip_address(row["address"]).version == 4
-    ]
+    addresses = [(row, ipaddress.ip_address(row["address"])) for row in facts["addresses"]]
+    usable = [row for row, ip in addresses if ip.version == 4 and not ip.is_loopback and not ip.is_link_local]
     # This machine has just reached the host at ssh's address. Faster interfaces may belong to another network.
-    by_ssh = facts["asked_from"]["here"]
+    by_ssh = facts["ssh_address"]
     usable.sort(key=lambda row: (row["address"] != by_ssh, -(row["speed_mbit"] or 0)))
     return [row["address"] for row in usable] or [LOOPBACK]
 

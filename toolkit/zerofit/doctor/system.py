@@ -24,8 +24,8 @@ from zerofit.launch.host import interface_of, run_id_of, unrelated_processes
 from zerofit.spec.local_machine import usable_cores
 
 LIMITS = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
-TOOLS = ("g++", "c++", "nvcc", "ninja", "ssh", "sshd", "pdsh", "srun", "mpirun", "py-spy")
-BESIDE = (Path(sys.prefix) / "bin", Path("/usr/local/cuda/bin"), Path("/usr/sbin"), Path("/usr/local/sbin"))
+TOOLS = ("g++", "c++", "nvcc", "ninja", "ssh", "pdsh")
+BESIDE = (Path(sys.prefix) / "bin", Path("/usr/local/cuda/bin"))
 RANKS = ("zerofit.worker", "zerofit.launch.local_ranks", "deepspeed.launcher.launch")
 FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "compute_cap", "driver_version")
 USERS = ("gpu_uuid", "pid", "process_name")  # the name is last, since it may have commas
@@ -70,8 +70,6 @@ class Address(TypedDict):
     address: str
     mtu: int
     speed_mbit: int | None
-    loopback: bool
-    link_local: bool
 
 
 class Stray(TypedDict):
@@ -79,10 +77,7 @@ class Stray(TypedDict):
 
     pid: int
     run: str | None
-    rank: bool
-    name: str
     user: str
-    seconds: int
 
 
 class Cores(TypedDict):
@@ -102,13 +97,12 @@ def limits() -> dict[str, int | None]:
     return {name: None if value == resource.RLIM_INFINITY else value for name, value in found.items()}
 
 
-def shared_memory() -> dict[str, int] | None:
-    """Return the total and free bytes of /dev/shm, or None without it."""
+def shared_memory_bytes() -> int:
+    """Return the size of /dev/shm; 0 without it."""
     try:  # NCCL, gloo and loaders pass tensors through it
-        usage = shutil.disk_usage("/dev/shm")
+        return shutil.disk_usage("/dev/shm").total
     except OSError:
-        return None
-    return {"total_bytes": usage.total, "free_bytes": usage.free}
+        return 0
 
 
 def tools() -> dict[str, str | None]:
@@ -129,16 +123,7 @@ def strays() -> list[Stray]:
                 continue
             if process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            found.append(
-                {
-                    "pid": process.pid,
-                    "run": run,
-                    "rank": "zerofit.worker" in argv,
-                    "name": process.name(),
-                    "user": process.username(),
-                    "seconds": round(time.time() - process.create_time()),
-                }
-            )
+            found.append({"pid": process.pid, "run": run, "user": process.username()})
     return found
 
 
@@ -237,23 +222,15 @@ def addresses() -> list[Address]:
                 continue
             # A local IPv6 address ends in its interface: fe80::1%eth0.
             address = row.address.split("%")[0]
-            found.append(
-                {
-                    "interface": name,
-                    "address": address,
-                    "mtu": state.mtu,
-                    "speed_mbit": state.speed or None,
-                    "loopback": address.startswith("127.") or address == "::1",
-                    "link_local": address.lower().startswith(("fe80:", "169.254.")),
-                }
-            )
+            speed = state.speed or None
+            found.append({"interface": name, "address": address, "mtu": state.mtu, "speed_mbit": speed})
     return found
 
 
-def asked_from() -> dict[str, str | None]:
-    """Return "here": this host's address in the ssh connection of this process, or None."""
+def ssh_address() -> str | None:
+    """Return this host's address in the ssh connection of this process, or None."""
     words = os.environ.get("SSH_CONNECTION", "").split()  # the client's address and port, then the server's
-    return {"here": words[2] if len(words) == 4 else None}
+    return words[2] if len(words) == 4 else None
 
 
 def port_taken(port: int) -> str:
