@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from zerofit.explain.advice import CHANGES, RECORD
+from zerofit.explain.advice import RECORD, changes_for
 from zerofit.explain.causes import USUAL_FRAGMENTS
 from zerofit.explain.messages import DEVICE, MemoryFigures
 from zerofit.explain.result import UNKNOWN, Change, Explanation, Line
@@ -283,7 +283,7 @@ def explain_snapshot(path: Path) -> Explanation:
         ),
         alive=dict(sorted({**kinds, FRAGMENTS: fragments}.items(), key=lambda entry: -entry[1])),
         lines=lines,
-        changes=() if unknown else tuple(Change(change=text) for text in CHANGES.get(cause, ())),
+        changes=() if unknown else tuple(Change(change=text) for text in changes_for(cause)),
         run_next=RECORD if unknown else "",
     )
 
