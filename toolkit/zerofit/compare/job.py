@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import yaml
+
 from zerofit.spec.files import write_json
 from zerofit.spec.run import Run
 
@@ -111,88 +113,5 @@ def code_lines(source: str) -> int:
     return len(lines)
 
 
-# A new strategy is a file in strategies/ with `train(work)`, and an entry here.
-_ALL = (
-    Strategy(name="single", title="one device", file="single", one=True, replicas=True),
-    Strategy(name="model-parallel", title="layers split by hand over ranks", file="model_parallel", least_ranks=2),
-    Strategy(
-        name="device-map", title="layers on different devices, by Accelerate's map", file="device_map", alone=True
-    ),
-    Strategy(name="data-parallel-threads", title="torch.nn.DataParallel", file="data_parallel_threads", alone=True),
-    Strategy(
-        name="threads", title="data parallel in threads, written by hand", file="threads", alone=True, replicas=True
-    ),
-    Strategy(name="data-parallel", title="data parallel from scratch", file="data_parallel", replicas=True),
-    *(
-        Strategy(
-            name=f"all-reduce-{how}",
-            title=f"data parallel, all-reduce written by hand: {title}",
-            file=f"all_reduce_{how}",
-            replicas=True,
-        )
-        for how, title in (
-            ("central", "on one central device"),
-            ("ring", "round a ring"),
-            ("tree", "along a tree"),
-            ("halving", "by recursive halving"),
-        )
-    ),
-    Strategy(name="ddp", title="DistributedDataParallel", file="ddp", replicas=True),
-    Strategy(name="horovod", title="Horovod", file="horovod", replicas=True),
-    Strategy(name="parameter-server", title="parameter server, synchronous", file="parameter_server", servers=1),
-    Strategy(
-        name="parameter-server-async",
-        title="parameter server, asynchronous",
-        file="parameter_server_async",
-        servers=1,
-        synchronous=False,
-    ),
-    Strategy(
-        name="parameter-server-ssp",
-        title="parameter server, staleness bounded to 3 steps",
-        file="parameter_server_ssp",
-        options={"bound": 3},
-        servers=1,
-        synchronous=False,
-    ),
-    Strategy(
-        name="backup-workers",
-        title="parameter server, synchronous, one backup worker",
-        file="backup_workers",
-        options={"spare": 1},
-        servers=1,
-        synchronous=False,
-        least_ranks=2,
-    ),
-    Strategy(name="amp", title="mixed precision on one device, bf16", file="amp", one=True, synchronous=False),
-    Strategy(
-        name="amp-fp16",
-        title="mixed precision on one device, fp16 with a loss scaler",
-        file="amp",
-        options={"fp16": True},
-        one=True,
-        synchronous=False,
-    ),
-    Strategy(name="fsdp2", title="FSDP2 (fully_shard)", file="fsdp2"),
-    Strategy(name="accelerate", title="Accelerate", file="accelerate_loop", replicas=True),
-    *(
-        Strategy(
-            name=f"zero{stage}",
-            title=f"DeepSpeed ZeRO {stage}",
-            file="zero",
-            options={"stage": stage},
-            replicas=stage == 0,
-        )
-        for stage in range(4)
-    ),
-    Strategy(
-        name="zero2-offload",
-        title="DeepSpeed ZeRO 2, optimizer in host memory",
-        file="zero",
-        options={"stage": 2, "offload": True},
-    ),
-    Strategy(name="pipeline", title="pipeline (GPipe)", file="pipeline", least_ranks=2),
-    Strategy(name="tensor-parallel", title="tensor parallel", file="tensor_parallel", least_ranks=2),
-    Strategy(name="hybrid", title="model parallel in pairs, data parallel across them", file="hybrid", least_ranks=4),
-)
-STRATEGIES = {strategy.name: strategy for strategy in _ALL}
+_ENTRIES = yaml.safe_load((Path(__file__).parent / "strategies.yaml").read_text(encoding="utf-8"))
+STRATEGIES = {entry["name"]: Strategy(**{"file": entry["name"].replace("-", "_"), **entry}) for entry in _ENTRIES}
