@@ -110,6 +110,13 @@ def test_usage_errors_are_json_too():
     assert "'many'" in error["message"]
 
 
+@pytest.mark.parametrize(("args", "place"), [(("train", ""), "train"), (("plan", "gpt2", "--gpu="), "--gpu")])
+def test_an_unset_variable_of_the_shell_is_not_the_default(args, place):
+    done = CliRunner().invoke(main, [*args, "--json"])
+    assert done.exit_code == 2
+    assert f"the value after {place!r} is empty" in json.loads(done.stdout)["error"]["message"]
+
+
 def test_an_option_of_the_script_is_none_of_zerofit():
     """--json after the dashes is the script's, so standard output stays empty."""
     done = CliRunner().invoke(main, ["simulate", "--stepz", "5", "--", "python", "train.py", "--json"])

@@ -186,10 +186,26 @@ def test_peaks():
 
 
 def test_unknown_kinds_get_the_nearest():
-    for word, hint in {"h100": "h100-80gb or h100-pcie-80gb", "RTX_4090": "rtx4090", "v100-64gb": "v100-"}.items():
+    for word, hint in {"h100": "h100-80gb or h100-pcie-80gb", "H100 NVL": "h100-", "v100-64gb": "v100-"}.items():
         with pytest.raises(UserError) as error:
             find_device(word)
         assert hint in error.value.problems[0].hint
+
+
+@pytest.mark.parametrize(
+    ("written", "kind"),
+    [
+        ("RTX_4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("L40S", "l40s"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("Tesla V100-SXM2-32GB", "v100-32gb"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_kinds_as_people_and_drivers_write_them(written, kind):
+    assert find_device(written).kind == kind and Cluster(written, gpus=2).label == kind
 
 
 def test_ranks_share_a_host():

@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 import click
@@ -64,7 +66,11 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command. Raises UsageError with the nearest name for an unknown name."""
+        """Find the command. Raises UsageError for an unknown name, with the nearest, and for an empty argument."""
+        for before, word in pairwise(["zerofit", *_before_dashes(args)]):
+            # "" would be read as this folder, or as the default. `generate` may continue an empty text.
+            if (word == "" and before != "--prompt") or re.fullmatch("--(?!prompt=)[a-z-]+=", word):
+                ctx.fail(f"the value after {word.rstrip('=') or before!r} is empty. Is a shell variable not set?")
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             near = difflib.get_close_matches(args[0], COMMANDS, n=1)
             guess = f" Did you mean {near[0]!r}?" if near else ""

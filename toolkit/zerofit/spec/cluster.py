@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from zerofit.spec.devices import DEVICES, Device, by_name, cpu_device, find_device
+from zerofit.spec.devices import DEVICES, INSTANCES, Device, by_name, cpu_device, find_device
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.local_machine import amd_gpus, cpu_ranks, memory_bytes, nvidia_gpus, usable_cores
 from zerofit.spec.units import MOST_RANKS, counted, parse_bytes, shown_bytes
@@ -69,6 +69,8 @@ class Cluster:
         problems.raise_if_any()
         if device and device.kind not in DEVICES:
             kind = device  # so that the file of a device is read only once
+        elif device and isinstance(kind, str) and kind.lower() not in INSTANCES:
+            kind = device.kind  # "RTX 4090" is rtx4090
         usual = device.node.gpus if device else cpu_ranks(usable_cores())
         if (gpus or usual) * (nodes or 1) > MOST_RANKS:
             message = f"{nodes or 1} nodes x {gpus or usual} devices; allowed: at most {MOST_RANKS:,} devices"

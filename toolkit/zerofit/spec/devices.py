@@ -46,6 +46,8 @@ LOOPBACK = 1.5 * GB  # assumed: gloo through the loopback device
 def find_device(kind: str) -> Device:
     """Return the device for a kind, a cloud's instance type, or a YAML file (`device_file`).
 
+    A kind may be written as people and drivers write it: "RTX 4090", "NVIDIA A100-SXM4-80GB".
+
     Raises UserError for an unknown kind, with the nearest names. For "cpu" use `cpu_device`.
     """
     if kind in DEVICES:
@@ -54,11 +56,14 @@ def find_device(kind: str) -> Device:
         return INSTANCES[kind.lower()]
     if kind.endswith(SUFFIXES):
         return read_device(Path(kind), "--gpu")
-    word = kind.lower().replace("-", "").replace("_", "")
+    word = _letters(kind)
+    for known in DEVICES:
+        if _letters(known) == word:
+            return DEVICES[known]
     begins = [
         known
         for known in (*DEVICES, "cpu")
-        if known.replace("-", "").startswith(word) or kind.lower().startswith(f"{known}-")  # h100, h200-141gb
+        if _letters(known).startswith(word) or kind.lower().startswith(f"{known}-")  # h100, h200-141gb
     ]
     known = (*DEVICES, "cpu", *INSTANCES)
     if begins and word:
@@ -68,6 +73,11 @@ def find_device(kind: str) -> Device:
         hint = f"{likely} For" if likely else f"known: {', '.join(known)}; for"
         hint += " another GPU: --gpu FILE.yaml with lines like `gpu: l40s`, `memory: 48GiB` and `network: 25GB`"
     raise UserError(Problem(kind="unknown-gpu", message=f"no GPU kind {kind!r}", hint=hint, where="--gpu"))
+
+
+def _letters(kind: str) -> str:
+    """Return a kind without case, separators, and the words that a driver adds to it."""
+    return re.sub(r"nvidia|geforce|tesla|amd|instinct|sxm\d|hbm\d+e?|[\W_]", "", kind.lower())
 
 
 def cpu_device(cores: int, memory_bytes: int, ranks: int) -> Device:
