@@ -13,7 +13,8 @@ import pytest
 
 from zerofit.app.data_view import look_at_data
 from zerofit.data.jsonl import JsonlSource, elements, is_spread
-from zerofit.data.labelled_rows import LabelledRow, open_rows
+from zerofit.data.labelled_rows import open_rows
+from zerofit.data.text_sources import PlacedRecord
 
 ROWS = [{"text": f"row {n} ä \n" * 5} for n in range(60)]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
@@ -116,8 +117,8 @@ def test_a_list_in_a_long_first_line_is_one_record(tmp_path, monkeypatch, part):
 
 def test_a_cell_can_have_a_long_text(tmp_path):
     (tmp_path / "a.csv").write_text(f"source,target\n{'word ' * 100_000},short\n")
-    (row,) = open_rows(f"csv:{tmp_path}/a.csv").rows(1)
-    assert isinstance(row, LabelledRow) and len(row.values["source"]) == 500_000
+    (row,) = open_rows(f"csv:{tmp_path}/a.csv").records(1)
+    assert isinstance(row, PlacedRecord) and len(row.values["source"]) == 500_000
 
 
 def test_broken_arrays_are_named_by_line_and_column(tmp_path, refused):

@@ -223,6 +223,7 @@ def field_hint(row: Record, field: str) -> str:
 
 def conversation_of(row: Record, form: ChatForm) -> ChatMessages | str:
     """Return the conversation of a record, or the reason why it contains none."""
+    row = {name: value for name, value in row.items() if value is not None}
     if form.field not in row:
         if other_form := form_of(row, ""):
             return f"this record has the {other_form.title} form, but earlier records have another form"
@@ -236,7 +237,7 @@ def conversation_of(row: Record, form: ChatForm) -> ChatMessages | str:
         variables = _variables(row) if form.field != "instruction" else {}
     except NotAConversation as error:
         return str(error)
-    unread = [str(name) for name, value in row.items() if name not in form.fields and value is not None]
+    unread = [str(name) for name in row if name not in form.fields]
     # An empty answer would teach the model to end its turn at once.
     empty = [message for message in messages if message["role"] == "assistant" and not _has_text(message)]
     if any(message.get("weight", 1) for message in empty):

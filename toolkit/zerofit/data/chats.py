@@ -200,18 +200,18 @@ def open_chats(source: ChatSource, tokenizer: Tokenizer, run: Run, seq_len: int,
     rows = {name: make_rows(tokens, seq_len, tokenizer.eod_id, run.packing) for name, tokens in splits.items()}
     (train, counts), (valid, held_out) = rows["train"], rows["valid"]
     if not len(train) or not len(valid):
-        message = f"{source.name} has {len(train):,} training and {len(valid):,} validation samples with an "
+        message = f"{source.records.name} has {len(train):,} training and {len(valid):,} validation samples with an "
         message += f"assistant's answer within {seq_len:,} tokens; each split needs at least one"
         hint = "use at least two conversations, or a larger --seq-len"
         if counts.conversations + held_out.conversations == 1:
-            message = f"{source.name} has one conversation; training and validation need one each"
+            message = f"{source.records.name} has one conversation; training and validation need one each"
             hint = "use at least two conversations"
         elif not any(tokens.targets.array().any() for tokens in splits.values()):
-            message = f"{source.name} has no assistant's message to learn"
+            message = f"{source.records.name} has no assistant's message to learn"
             hint = "each conversation needs a message of the role assistant that is not empty and has not the weight 0"
         raise data_error("data-too-short", message, hint)
     return Data(
-        name=source.name,
+        name=source.records.name,
         train=train,
         valid=valid,
         inputs=TextInputs(vocab_size=tokenizer.vocab_size, seq_len=seq_len, packed=run.packing),
@@ -233,7 +233,7 @@ def open_chat_tokens(source: ChatSource, template: ChatTemplate, progress: Repor
     def write(staging: Path, documents: int) -> None:
         writers = {split: SplitWriter(staging, split, dtypes, ("starts",)) for split in SPLITS}
         unused: dict[str, Counter[str]] = {split: Counter() for split in SPLITS}
-        with progress.task(f"{source.name}: tokenizing", documents, "conversations") as task:
+        with progress.task(f"{source.records.name}: tokenizing", documents, "conversations") as task:
             for piece, chat in without_problems(_encoded(source, template, documents)):
                 split = "valid" if piece.held_out else "train"
                 writers[split].put("ids", chat.ids)
@@ -243,11 +243,11 @@ def open_chat_tokens(source: ChatSource, template: ChatTemplate, progress: Repor
                 task.advance()
         for writer in writers.values():
             writer.close()
-        meta = {"format": FORMAT, "source": source.name, "tokenizer": template.tokenizer.name}
+        meta = {"format": FORMAT, "source": source.records.name, "tokenizer": template.tokenizer.name}
         write_meta(staging, {**meta, "unused": unused, "dtypes": dict.fromkeys(SPLITS, dtypes)})
 
     identity = (template.identity, FORMAT)
-    return Preparation(source=source, identity=identity, write=write, read=_read).open(progress)
+    return Preparation(source=source.records, identity=identity, write=write, read=_read).open(progress)
 
 
 def _encoded(
@@ -288,8 +288,8 @@ def _notes(
     positions = counts.rows * train.seq_len
     fill = f"{counts.tokens / positions:.0%} full, {counts.targets / counts.tokens:.0%} of the tokens count in the loss"
     notes = [
-        f"{source.name}: conversations in the {source.form.title} form, {counts.conversations:,} to train on and "
-        f"{held_out.conversations:,} to validate",
+        f"{source.records.name}: conversations in the {source.form.title} form, {counts.conversations:,} to train on "
+        f"and {held_out.conversations:,} to validate",
         f"{template.origin}, which {marks}",
         ("packed into" if train.packed else "one conversation in each of")
         + f" {counts.rows:,} samples of {train.seq_len:,} tokens, {fill}",

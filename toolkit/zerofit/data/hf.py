@@ -15,13 +15,13 @@ from unittest.mock import patch
 from urllib.parse import urlsplit
 
 from zerofit.data.base import data_error
-from zerofit.data.chat_records import ChatForm, ChatMessages, conversation_of, field_hint, form_of, refused_record
+from zerofit.data.chat_records import field_hint, form_of, refused_record
 from zerofit.data.hashing import name_hash, text_digest
 from zerofit.data.plain_files import COMPRESSED, delimiter_of
 from zerofit.data.text_sources import (
-    ChatPiece,
     ChatSource,
-    Source,
+    PlacedRecord,
+    RecordSource,
     Survey,
     TextPiece,
     TextSource,
@@ -69,7 +69,7 @@ def _reachable(endpoint: str) -> bool:
     return True
 
 
-def open_hf(run: Run, argument: str) -> Source:
+def open_hf(run: Run, argument: str) -> TextSource | ChatSource:
     """Open NAME or NAME:CONFIG: a text in the column `run.text_field` or a conversation per row.
 
     NAME may be a local folder or file. The split `train` is for training. The split `validation` (or test) is held out.
@@ -83,7 +83,7 @@ def open_hf(run: Run, argument: str) -> Source:
     if problem := refused_record(first, run.text_field, name):
         raise UserError(problem)
     if form := form_of(first, run.text_field):
-        return HfChats(name=name, train=train, valid=valid, what=form.title, form=form)
+        return ChatSource(records=HfSet(name=name, train=train, valid=valid, what=form.title), form=form)
     if run.text_field not in train.column_names:
         message = f"--data {name} has no column {run.text_field!r}; it has {', '.join(train.column_names)}"
         hint = field_hint(first, run.text_field)
@@ -132,7 +132,7 @@ def load_splits(argument: str, streaming: bool = False) -> DatasetDict | Iterabl
 
 
 @dataclass(frozen=True, kw_only=True)
-class HfSet(Source):
+class HfSet(RecordSource):
     """Rows of a `datasets.Dataset`; only the column `what` is read."""
 
     name: str
@@ -149,15 +149,21 @@ class HfSet(Source):
         """Return the fingerprint and the number of rows."""
         return Survey(self.fingerprint(), len(self.train))  # a hash of the content would need to read all rows
 
-    def placed_rows(self, documents: int) -> Iterator[tuple[dict[str, object], str, bool]]:
-        """Yield each row, its place for messages, and whether it is held out."""
-        # Without a split for validation, 5 % of the rows are held out, at least one.
+    def records(self, documents: int) -> Iterator[PlacedRecord]:
+        """See RecordSource.records; without a split for validation, 5 % of the rows are held out."""
         limit = held_out_hash(map(str, range(documents)), documents, whole_documents=True) if self.valid is None else -1
         for label, split in (("train", self.train), ("validation", self.valid)):
             rows: Any = split if split is not None else ()  # typed as an iterator of any values
             for number, row in enumerate(rows):
                 held_out = split is self.valid or name_hash(str(number)) <= limit
-                yield row, f"{self.name}: {label}[{number}]", held_out
+                values = {name: _without_nulls(value) for name, value in row.items()}
+                yield PlacedRecord(values, f"{self.name}: {label}[{number}]", held_out)
+
+    def class_names(self, field: str) -> tuple[str, ...]:
+        """See RecordSource.class_names; the names of a ClassLabel, or of a list of them."""
+        feature: object = self.train.features.get(field)
+        feature = getattr(feature, "feature", feature)
+        return tuple(getattr(feature, "names", None) or ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,24 +189,6 @@ class HfSource(HfSet, TextSource):
         """Yield the value of each row, without decoding other columns."""
         batches: Any = split.select_columns([self.what]).iter(batch_size=ROWS) if split is not None else ()
         return (text for batch in batches for text in batch[self.what])
-
-
-@dataclass(frozen=True, kw_only=True)
-class HfChats(HfSet, ChatSource):
-    """Rows with one conversation each."""
-
-    form: ChatForm
-
-    def pieces(self, documents: int) -> Iterator[ChatPiece | Problem]:
-        """See ChatSource.pieces."""
-        for row, where, held_out in self.placed_rows(documents):
-            values = {name: _without_nulls(value) for name, value in row.items() if value is not None}
-            conversation = conversation_of(values, self.form)
-            if isinstance(conversation, ChatMessages):
-                yield ChatPiece(conversation, where, held_out)
-                continue
-            message = f"{where}: {conversation}"
-            yield Problem(kind="bad-chat", message=message, hint=self.form.hint(row), where=where)
 
 
 # Arrow has one schema for all rows, so each object of a list has the fields of all the others. A message without tool

@@ -10,14 +10,14 @@ from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from zerofit.data.chat_records import ChatForm, ChatMessages, conversation_of, field_hint, form_of, refused_record
+from zerofit.data.chat_records import field_hint, form_of, refused_record
 from zerofit.data.hashing import name_hash
 from zerofit.data.plain_files import MARK, open_plain
 from zerofit.data.text_sources import (
-    ChatPiece,
     ChatSource,
     FileSet,
-    Source,
+    PlacedRecord,
+    RecordSource,
     Survey,
     TextPiece,
     TextSource,
@@ -81,7 +81,7 @@ class JsonLine(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JsonlSet(FileSet):
+class JsonlSet(FileSet, RecordSource):
     """Files of records, each a document; only its text field or conversation (`what`) is read."""
 
     what: str  # name of a field, or a format of conversations
@@ -112,13 +112,13 @@ class JsonlSet(FileSet):
                     if raw.strip():
                         yield JsonLine(name, path, number, raw, number)
 
-    def read_lines(self, documents: int) -> Iterator[tuple[JsonLine, dict | Problem, bool]]:
-        """Yield each line, its object or a problem, and whether it is held out.
-
-        5 % of the lines are held out, at least one.
-        """
+    def records(self, documents: int) -> Iterator[PlacedRecord | Problem]:
+        """See RecordSource.records; 5 % of the lines are held out."""
         limit = held_out_hash((line.key for line in self.lines()), documents, whole_documents=True)
-        return ((line, line.read(), name_hash(line.key) <= limit) for line in self.lines())
+        for line in self.lines():
+            row, column = line.read(), f":{line.start}" if line.start > 1 else ""
+            where, held_out = f"{line.path}:{line.line}{column}", name_hash(line.key) <= limit
+            yield row if isinstance(row, Problem) else PlacedRecord(row, where, held_out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,26 +160,7 @@ def _text_of(line: JsonLine, field: str) -> str | Problem:
     return row[field]
 
 
-@dataclass(frozen=True, kw_only=True)
-class JsonlChats(JsonlSet, ChatSource):
-    """Files with one conversation per line."""
-
-    form: ChatForm
-
-    def pieces(self, documents: int) -> Iterator[ChatPiece | Problem]:
-        """See ChatSource.pieces."""
-        for line, row, held_out in self.read_lines(documents):
-            if isinstance(row, Problem):
-                yield row
-                continue
-            conversation = conversation_of(row, self.form)
-            if isinstance(conversation, ChatMessages):
-                yield ChatPiece(conversation, f"{line.path}:{line.line}", held_out)
-            else:
-                yield line.problem("bad-chat", conversation, self.form.hint(row))
-
-
-def open_jsonl(run: Run, argument: str) -> Source:
+def open_jsonl(run: Run, argument: str) -> TextSource | ChatSource:
     """Open records as documents: texts in the field `run.text_field`, or conversations.
 
     From 20 documents on, 5 % of the documents are held out, by the hash of file and number. With fewer than 20 texts,
@@ -194,7 +175,7 @@ def open_jsonl(run: Run, argument: str) -> Source:
     if problem := refused_record(first, run.text_field, name):
         raise UserError(problem)
     form = form_of(first, run.text_field)
-    return JsonlChats(name=name, files=files, what=form.title, form=form) if form else source
+    return ChatSource(records=JsonlSet(name=name, files=files, what=form.title), form=form) if form else source
 
 
 class JsonElement(NamedTuple):

@@ -17,13 +17,12 @@ from zerofit.data.labelled_rows import (
     EncodedLabelled,
     LabelledEncoder,
     LabelledFields,
-    LabelledRow,
-    RowSource,
     fields_of,
     open_rows,
     read_row,
 )
 from zerofit.data.table import MOST_CLASSES, is_fraction
+from zerofit.data.text_sources import PlacedRecord, RecordSource
 from zerofit.data.token_cache import SPLITS, SplitWriter, TokenFile, read_meta, write_meta
 from zerofit.data.tokenizer import Tokenizer, open_tokenizer
 from zerofit.models.inputs import Inputs, LabelledTextInputs, NamedInput, NamedInputs
@@ -230,7 +229,7 @@ def _notes(name: str, meta: _Meta, classes: Sequence[str]) -> Iterator[str]:
 
 
 def _open_files(
-    source: RowSource, fields: LabelledFields, encoder: LabelledEncoder, progress: Reporter
+    source: RecordSource, fields: LabelledFields, encoder: LabelledEncoder, progress: Reporter
 ) -> tuple[_Meta, dict[str, dict[str, TokenFile]]]:
     """Return a source's facts and files by split and part, and cache them."""
 
@@ -260,10 +259,10 @@ def _open_files(
 
 
 def _encoded(
-    source: RowSource, fields: LabelledFields, encoder: LabelledEncoder, classes: ClassNames, documents: int
-) -> Iterator[tuple[LabelledRow, EncodedLabelled] | Problem]:
+    source: RecordSource, fields: LabelledFields, encoder: LabelledEncoder, classes: ClassNames, documents: int
+) -> Iterator[tuple[PlacedRecord, EncodedLabelled] | Problem]:
     """Yield all rows with their samples, and a problem for each bad row."""
-    names, remaining = source.class_names(fields.label), source.rows(documents)
+    names, remaining = source.class_names(fields.label), source.records(documents)
     while block := list(islice(remaining, AT_ONCE)):
         rows, read = [], []
         for row in block:

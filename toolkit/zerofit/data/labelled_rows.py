@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,7 +15,16 @@ from zerofit.data.hashing import name_hash
 from zerofit.data.hf import HfSet, train_and_valid
 from zerofit.data.jsonl import JsonlSet
 from zerofit.data.plain_files import open_cells
-from zerofit.data.text_sources import MANY, FileSet, Source, Survey, held_out_hash, matching_files, not_utf8_hint
+from zerofit.data.text_sources import (
+    MANY,
+    FileSet,
+    PlacedRecord,
+    RecordSource,
+    Survey,
+    held_out_hash,
+    matching_files,
+    not_utf8_hint,
+)
 from zerofit.data.tokenizer import Tokenizer
 from zerofit.spec.errors import Problem, UserError, nearest, reason_of
 from zerofit.spec.events import Reporter
@@ -37,53 +45,23 @@ BYTES_PAD = 258  # padding id of the tokenizer `bytes`
 _DEFAULT_TEXT_FIELD = Run.model_fields["text_field"].default
 
 
-class LabelledRow(NamedTuple):
-    """One row of the data."""
-
-    values: Record
-    where: str  # place, for messages
-    held_out: bool  # belongs to validation data
-
-
-class RowSource(Source):
-    """Rows with named fields."""
-
-    @abstractmethod
-    def rows(self, documents: int) -> Iterator[LabelledRow | Problem]:
-        """Yield the rows, or problems with them."""
-
-    def class_names(self, field: str) -> tuple[str, ...]:
-        """Return the data's own names for the class numbers in `field`; () without such names."""
-        return ()
-
-
 @dataclass(frozen=True, kw_only=True)
-class JsonlRows(JsonlSet, RowSource):
-    """Files with one JSON object per line."""
-
-    def rows(self, documents: int) -> Iterator[LabelledRow | Problem]:
-        """See RowSource.rows; 5 % of the lines, at least one, are held out."""
-        for line, row, held_out in self.read_lines(documents):
-            yield row if isinstance(row, Problem) else LabelledRow(row, f"{line.path}:{line.line}", held_out)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CsvRows(FileSet, RowSource):
+class CsvRows(FileSet, RecordSource):
     """CSV files whose first line names the columns."""
 
     def survey(self, progress: Reporter) -> Survey:
         """Count the documents. Each line after the first line is a document."""
         return Survey(super().survey(progress).digest + "csv", sum(1 for _ in self._lines()))
 
-    def rows(self, documents: int) -> Iterator[LabelledRow | Problem]:
-        """See RowSource.rows; 5 % of the lines, at least one, are held out."""
+    def records(self, documents: int) -> Iterator[PlacedRecord | Problem]:
+        """See RecordSource.records; 5 % of the lines are held out."""
         limit = held_out_hash((key for key, _, _ in self._lines()), documents, whole_documents=True)
         for key, where, row in self._lines():
             if None in row or None in row.values():
                 message = f"{where}: the line has {'more' if None in row else 'fewer'} cells than there are columns"
                 yield Problem(kind="bad-rows", message=message, hint="quote cells that contain commas", where=where)
             else:
-                yield LabelledRow(row, where, name_hash(key) <= limit)
+                yield PlacedRecord(row, where, name_hash(key) <= limit)
 
     def _lines(self) -> Iterator[tuple[str, str, dict[str, str]]]:
         """Yield each line's name, place and cells. Raises UserError for invalid UTF-8 or CSV.
@@ -104,29 +82,14 @@ class CsvRows(FileSet, RowSource):
                 raise data_error("bad-rows", message, hint) from None
 
 
-@dataclass(frozen=True, kw_only=True)
-class HfRows(HfSet, RowSource):
-    """Rows of a `datasets.Dataset`."""
-
-    def rows(self, documents: int) -> Iterator[LabelledRow | Problem]:
-        """See RowSource.rows."""
-        return (LabelledRow(*placed) for placed in self.placed_rows(documents))
-
-    def class_names(self, field: str) -> tuple[str, ...]:
-        """See RowSource.class_names; the names of a ClassLabel, or of a list of them."""
-        feature: object = self.train.features.get(field)
-        feature = getattr(feature, "feature", feature)
-        return tuple(getattr(feature, "names", None) or ())
-
-
-def open_rows(name: str) -> RowSource:
+def open_rows(name: str) -> RecordSource:
     """Open jsonl:GLOB, csv:GLOB or hf:NAME as rows. Raises UserError."""
     word, _, argument = name.partition(":")
     if word == "hf":
         train, valid = train_and_valid(argument)
-        return HfRows(name=name, train=train, valid=valid, what="rows")
+        return HfSet(name=name, train=train, valid=valid, what="rows")
     files = matching_files(word, argument)
-    return CsvRows(name=name, files=files) if word == "csv" else JsonlRows(name=name, files=files, what="rows")
+    return CsvRows(name=name, files=files) if word == "csv" else JsonlSet(name=name, files=files, what="rows")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,14 +101,14 @@ class LabelledFields:
     label: str
 
 
-def fields_of(run: Run, task: Task, source: RowSource) -> LabelledFields:
+def fields_of(run: Run, task: Task, source: RecordSource) -> LabelledFields:
     """Return the fields that the run names, else the defaults of its task.
 
     Raises UserError with all fields that the first row lacks.
     """
     text, pair, label = DEFAULT_FIELDS[task]
-    # With many documents, `rows` finds the limit of held-out rows without a pass over the file.
-    first = next((row for row in source.rows(MANY + 1) if isinstance(row, LabelledRow)), None)
+    # With many documents, `records` finds the limit of held-out rows without a pass over the file.
+    first = next((row for row in source.records(MANY + 1) if isinstance(row, PlacedRecord)), None)
     values = first.values if first else {}
     # The run's own default is for plain text, so the task's default replaces it if the data have it.
     # A user who writes the default explicitly cannot be distinguished from one who writes nothing.

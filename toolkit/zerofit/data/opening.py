@@ -30,7 +30,7 @@ from zerofit.data.synthetic import (
 )
 from zerofit.data.table import open_table
 from zerofit.data.text import CausalText, MaskedText
-from zerofit.data.text_sources import ChatSource, Source, TextSource, open_pysource, open_text
+from zerofit.data.text_sources import ChatSource, TextSource, open_pysource, open_text
 from zerofit.data.token_cache import TokenFile, Tokens, open_tokens
 from zerofit.data.tokenizer import Tokenizer, open_tokenizer
 from zerofit.models.catalog import find, label_names
@@ -92,7 +92,7 @@ TABLE_SOURCES: dict[str, Callable[[str, Run, Reporter], Data]] = {  # called wit
     "synthetic": open_synthetic_table,
 }
 
-TEXT_SOURCES: dict[str, Callable[[Run, str], Source]] = {  # called with the name's argument
+TEXT_SOURCES: dict[str, Callable[[Run, str], TextSource | ChatSource]] = {  # called with the name's argument
     "pysource": open_pysource,
     "text": open_text,
     "jsonl": open_jsonl,
@@ -225,7 +225,6 @@ def open_data(
         message = f"--chat-template: --data {name} has plain text, not conversations"
         hint = f"remove it; conversations have a field {', '.join(CHAT_FIELDS)}"
         raise UserError(Problem(kind="chat-template", message=message, hint=hint, where="--chat-template"))
-    assert isinstance(source, TextSource)
     return _tokenized(name, open_tokens(source, tokenizer, progress), tokenizer, task, length)
 
 

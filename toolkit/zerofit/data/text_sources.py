@@ -1,8 +1,8 @@
 """Sources of text: the user's files, or Python's own library.
 
-    Source         documents in a fixed order, a fingerprint and a hash of their content
-    ├─ TextSource  yields the text of its documents in pieces
-    └─ ChatSource  yields conversations
+    Source           documents in a fixed order, a fingerprint and a hash of their content
+    ├─ TextSource    yields the text of its documents in pieces
+    └─ RecordSource  yields records with named fields, which `ChatSource` reads as conversations
 
 FileSet is a Source of files; `jsonl` and `hf` have others. Each source holds out a part of the text for validation.
 """
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zerofit.data.base import data_error
-from zerofit.data.chat_records import ChatForm, ChatMessages
+from zerofit.data.chat_records import ChatForm, ChatMessages, Record, conversation_of
 from zerofit.data.hashing import held_out_limit, name_hash, text_digest
 from zerofit.data.plain_files import is_compressed, open_plain, plain_size, refuse_others, skip
 from zerofit.spec.errors import Problem
@@ -81,22 +81,53 @@ class TextSource(Source):
         """Yield all text, at most a few MB (or one jsonl line) at a time, and all bad places."""
 
 
+class PlacedRecord(NamedTuple):
+    """One record of a source."""
+
+    values: Record
+    where: str  # for messages about it
+    held_out: bool  # belongs to validation data
+
+
+class RecordSource(Source):
+    """Records with named fields."""
+
+    @abstractmethod
+    def records(self, documents: int) -> Iterator[PlacedRecord | Problem]:
+        """Yield all records, and all bad places. Some records are held out, at least one."""
+
+    def class_names(self, field: str) -> tuple[str, ...]:
+        """Return the data's own names for the class numbers in `field`; () without such names."""
+        return ()
+
+
 class ChatPiece(NamedTuple):
     """One conversation of a source."""
 
     conversation: ChatMessages
     where: str  # for messages about it
-    held_out: bool  # whether it is validation data
+    held_out: bool  # belongs to validation data
 
 
-class ChatSource(Source):
-    """Conversations, in a fixed order."""
+@dataclass(frozen=True, kw_only=True)
+class ChatSource:
+    """Records with one conversation each."""
 
+    records: RecordSource
     form: ChatForm
 
-    @abstractmethod
     def pieces(self, documents: int) -> Iterator[ChatPiece | Problem]:
         """Yield all conversations, and for each invalid record the reason."""
+        for record in self.records.records(documents):
+            if isinstance(record, Problem):
+                yield record
+                continue
+            conversation = conversation_of(record.values, self.form)
+            if isinstance(conversation, ChatMessages):
+                yield ChatPiece(conversation, record.where, record.held_out)
+            else:
+                message, hint = f"{record.where}: {conversation}", self.form.hint(record.values)
+                yield Problem(kind="bad-chat", message=message, hint=hint, where=record.where)
 
 
 def held_out_hash(names: Iterable[str], documents: int, whole_documents: bool = False) -> int:
@@ -228,7 +259,7 @@ def not_utf8_hint(path: Path) -> str:
     return f"convert it: iconv -f ENCODING -t utf-8 {path} > NEW (latin1, cp1252, gb18030, ...)"
 
 
-def open_pysource(run: Run, argument: str) -> Source:
+def open_pysource(run: Run, argument: str) -> TextSource:
     """Open the Python files of the interpreter's standard library, ordered by relative path.
 
     Skips installed packages, tests, idlelib and lib2to3. 5 % of the files, by hash of the path, are held out.
@@ -246,7 +277,7 @@ def open_pysource(run: Run, argument: str) -> Source:
     return FileSource(name="pysource", files=files, errors="replace")
 
 
-def open_text(run: Run, argument: str) -> Source:
+def open_text(run: Run, argument: str) -> TextSource:
     """Open files as documents, UTF-8, ordered by path.
 
     From 20 files on, 5 % of them are held out, by the hash of the path below the glob's fixed folder. With fewer files,
