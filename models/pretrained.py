@@ -6,10 +6,9 @@ Code in the file is never run.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -48,16 +47,6 @@ class MatchedWeights:
     left_out: tuple[str, ...] = ()  # auxiliary heads in the file
 
 
-class _SafetensorsFile(Protocol):
-    def keys(self) -> Iterable[str]: ...
-    def get_slice(self, name: str) -> _TensorSlice: ...
-    def get_tensor(self, name: str) -> Tensor: ...
-
-
-class _TensorSlice(Protocol):
-    def get_shape(self) -> list[int]: ...
-
-
 def weight_file(path: Path) -> Path:
     """Return the file of weights: `path`, or a file in this folder. Raises ModelError."""
     path = path.expanduser()
@@ -76,7 +65,7 @@ def open_weights(path: Path) -> HeldWeights:
     file = weight_file(path)
     try:
         if file.suffix == ".safetensors":
-            opened = cast(_SafetensorsFile, safe_open(file, framework="pt"))
+            opened = safe_open(file, framework="pt")
             shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
             return HeldWeights(path=file, shapes=shapes, read=opened.get_tensor)
         content = _load(file)

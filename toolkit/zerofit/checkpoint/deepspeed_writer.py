@@ -30,7 +30,7 @@ from zerofit.checkpoint.foreign import foreign_at
 from zerofit.checkpoint.foreign_facts import facts_of
 from zerofit.checkpoint.full_state import FullState, full_model
 from zerofit.checkpoint.index import MASTER, ParameterGroup
-from zerofit.checkpoint.model_folder import PLAN, refuse_existing, refuse_small_disk, staged_folder
+from zerofit.checkpoint.model_folder import PLAN, refuse_small_disk, staged_folder
 from zerofit.checkpoint.store import STATE, is_own, manifest_of
 from zerofit.checkpoint.universal import engine_facts, refuse_without_frozen
 from zerofit.models.dtypes import DTYPES
@@ -381,7 +381,6 @@ def convert_to(
     `run` describes its model. Raises UserError.
     """
     report = report or Reporter()
-    refuse_existing(out)
     state, precision = _opened(checkpoint, repair, run)
     for repaired in state.repaired:
         report.note(repaired)

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 BLOCK = max(4096, mmap.PAGESIZE)  # bytes: O_DIRECT needs multiples of it as addresses, places and sizes
 PIECE = 1 << 22  # bytes of one read or write
@@ -49,7 +50,7 @@ class DirectFile:
             self._direct = os.open(path, flags | os.O_DIRECT)
             self._open.add(self._direct)
 
-    def __enter__(self) -> DirectFile:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

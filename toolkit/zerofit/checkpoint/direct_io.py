@@ -13,9 +13,6 @@ SERIAL = 1 << 15  # elements: for more, torch uses all its threads, which wait f
 class NumbersFile(DirectFile):
     """An open file of numbers."""
 
-    def __enter__(self) -> NumbersFile:
-        return self
-
     def read(self, place: int, count: int, dtype: torch.dtype) -> Tensor:
         """Return (count,) numbers from byte `place` on. The limits of `read_bytes` apply."""
         part = self.read_bytes(place, count * dtype.itemsize)

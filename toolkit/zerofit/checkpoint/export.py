@@ -28,11 +28,10 @@ from zerofit.checkpoint.model_folder import (
     LazyTensor,
     ModelInfo,
     TensorEntry,
+    TensorFile,
     read_model_info,
-    refuse_existing,
     refuse_small_disk,
     staged_folder,
-    write_file,
 )
 from zerofit.checkpoint.published import SHARD_BYTES, PublishedFiles, PublishedModel
 from zerofit.checkpoint.store import MANIFEST, Manifest, is_own, manifest_of
@@ -96,10 +95,9 @@ def export(
     the checkpoint does not match the model. If the disk is too small, the function raises UserError and writes nothing.
     """
     report = report or Reporter()
-    refuse_existing(out)
-    report.status("building the model on the meta device ...")
     if not is_own(checkpoint) and not is_adapters(checkpoint) and (found := foreign_at(checkpoint)):
         return export_foreign(found, out, dtype, max_shard_bytes, report=report)
+    report.status("building the model on the meta device ...")
     if is_adapters(checkpoint):
         return _write(_exported_adapters(checkpoint, dtype, trust_model_code), out, max_shard_bytes, report)
     # The model is built on meta: its state_dict has the names, the order and the ties that the files need. The numbers
@@ -136,8 +134,8 @@ def export(
 def export_foreign(
     found: Foreign,
     out: Path,
-    dtype: Precision | None = None,
-    max_shard_bytes: int = SHARD_BYTES,
+    dtype: Precision | None,
+    max_shard_bytes: int,
     *,
     config: Path | None = None,
     repair: bool = False,
@@ -220,10 +218,11 @@ def _write_foreign_adapters(state: FullState, source: Path, out: Path, dtype: Pr
         elif match := ADAPTER_NAME.fullmatch(name):
             names[name] = match[1] + (match[2] or "")  # embeddings have no ".weight"
     entries = [TensorEntry(name=new, shape=state.shape(old), dtype=DTYPES[dtype]) for old, new in names.items()]
-    old = {new: name for name, new in names.items()}
     refuse_small_disk(out, sum(entry.bytes for entry in entries))
     with staged_folder(out) as staging:
-        write_file(staging / WEIGHTS, entries, lambda name: state.read(old[name]), lambda count: None)
+        file = TensorFile(staging / WEIGHTS, entries)
+        for old, new in names.items():
+            file.write(new, state.read(old))
         shutil.copyfile(source / CONFIG, staging / CONFIG)
         _copy_tokenizer(source, staging)
         files = sorted(path.name for path in staging.iterdir())

@@ -85,11 +85,7 @@ def facts_of(found: Foreign) -> ForeignFacts:
         ranks = {"dcp": len(list(found.files.glob("__*_0.distcp")))}.get(found.format)
         return ForeignFacts(**common | {"step": step, "ranks": ranks})
     except UserError as error:
-        damage = [
-            Damage(file=_file_in(problem.where, root), kind="unreadable", message=problem.message)
-            for problem in error.problems
-        ]
-        return ForeignFacts(**common, damage=damage)
+        return ForeignFacts(**common, damage=_damage_of(error, root))
 
 
 def _damage_of(error: UserError, root: Path) -> list[Damage]:

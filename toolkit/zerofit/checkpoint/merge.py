@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from zerofit.checkpoint.model_folder import cut
 from zerofit.checkpoint.store import FrozenWeights, checksum_text
 from zerofit.models.build import build
 from zerofit.models.catalog import ModelSource
@@ -74,7 +75,8 @@ def merged_weights(part: TrainedPart, most_bytes: int | None = None) -> Iterator
             yield name, part.read(read[name])
         else:
             frozen.append(name)
-    for group in _groups(frozen, state, most_bytes or host_memory()[1] // SHARE, part.dtype):
+    size_of = {name: state[name].numel() * part.dtype.itemsize for name in frozen}
+    for group in cut(frozen, size_of.__getitem__, most_bytes or host_memory()[1] // SHARE) if frozen else ():
         # built in the same way as the training did; all weights outside of the group are on meta
         torch.manual_seed(part.seed)
         stored = Stored(dtype=part.dtype, device=torch.device("cpu"))
@@ -90,20 +92,6 @@ def merged_weights(part: TrainedPart, most_bytes: int | None = None) -> Iterator
         message = f"the weights of {part.source.name} differ from the frozen weights of the training"
         hint = "has the pretrained model's folder changed, or does another version of torch initialize the weights?"
         raise UserError(Problem(kind="other-base", message=message, hint=hint, where="PATH"))
-
-
-def _groups(names: list[str], state: dict[str, Tensor], most: int, dtype: torch.dtype) -> Iterator[list[str]]:
-    group: list[str] = []
-    free = most  # bytes
-    for name in names:
-        size = state[name].numel() * dtype.itemsize
-        if size > free and group:
-            yield group
-            group, free = [], most
-        group.append(name)
-        free -= size
-    if group:
-        yield group
 
 
 def _merged(part: TrainedPart, path: str, layer: LoraLayer, attribute: str, weight: Tensor) -> Tensor:

@@ -8,13 +8,14 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock
+from typing import TypeVar
 
 import torch
 from pydantic import TypeAdapter
@@ -33,6 +34,7 @@ from zerofit.spec.model_facts import Task
 from zerofit.spec.run import Run
 from zerofit.spec.units import shown_bytes
 
+T = TypeVar("T")
 SPARE_BYTES = 1 << 24  # for files other than weights
 PLAN = ".plan.json"  # identifies an interrupted conversion
 STAGING = ".writing"  # folder of incomplete files
@@ -193,17 +195,18 @@ class TensorEntry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def cut(entries: list[TensorEntry], most_bytes: int) -> list[list[TensorEntry]]:
-    """Split the entries into files of at most `most_bytes`. A larger tensor has its own file."""
-    files: list[list[TensorEntry]] = [[]]
-    free = most_bytes  # in the last file
-    for entry in entries:
-        if entry.bytes > free and files[-1]:
-            files.append([])
+def cut(tensors: Iterable[T], size_of: Callable[[T], int], most_bytes: int) -> list[list[T]]:
+    """Split tensors into groups of at most `most_bytes`. A larger tensor has its own group."""
+    groups: list[list[T]] = [[]]
+    free = most_bytes  # in the last group
+    for tensor in tensors:
+        size = size_of(tensor)
+        if size > free and groups[-1]:
+            groups.append([])
             free = most_bytes
-        files[-1].append(entry)
-        free -= entry.bytes
-    return files
+        groups[-1].append(tensor)
+        free -= size
+    return groups
 
 
 # A safetensors file is [8 bytes: length of the header][header: JSON of names, types, shapes, offsets][data]. The
@@ -228,10 +231,10 @@ class TensorFile:
             self._places[entry.name] = (offset, entry)
             offset += entry.bytes
 
-    def write(self, name: str, tensor: Tensor | LazyTensor, wrote: Callable[[int], None] = lambda count: None) -> None:
-        """Write one tensor. `wrote` gets the bytes of each piece. Raises the errors of `pieces`."""
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write one tensor. Raises the errors of `pieces`."""
         for piece in self.pieces(name, tensor):
-            wrote(piece())
+            piece()
 
     def pieces(self, name: str, tensor: Tensor | LazyTensor) -> Iterator[Callable[[], int]]:
         """Yield functions that write the pieces of one tensor and return their bytes.
@@ -265,18 +268,6 @@ class TensorFile:
                 if not self._left:
                     file.write_edges(self._edges)
         return out.nbytes
-
-
-def write_file(
-    path: Path, entries: list[TensorEntry], read: Callable[[str], Tensor], wrote: Callable[[int], None]
-) -> None:
-    """Write one safetensors file.
-
-    `read` returns a tensor by name; `wrote` gets the number of bytes of each write.
-    """
-    file = TensorFile(path, entries)
-    for entry in file.entries:
-        file.write(entry.name, read(entry.name), wrote)
 
 
 def check_file(path: Path, entries: list[TensorEntry]) -> None:

@@ -46,7 +46,7 @@ class PublishedFiles:
             for name, shape in part.outputs.items()
         ]
         self.bytes = sum(entry.bytes for entry in entries)
-        shards = cut(entries, max_shard_bytes) if published.transformers else [entries]
+        shards = cut(entries, lambda entry: entry.bytes, max_shard_bytes) if published.transformers else [entries]
         self._files = {"model.safetensors": shards[0]}
         if len(shards) > 1:  # named as in transformers
             number = len(shards)

@@ -37,7 +37,7 @@ from zerofit.checkpoint.foreign import foreign_at
 from zerofit.checkpoint.foreign_facts import facts_of
 from zerofit.checkpoint.full_state import GAN_ENGINES, ONE_ENGINE, FullState
 from zerofit.checkpoint.index import HINT
-from zerofit.checkpoint.model_folder import refuse_existing, refuse_small_disk, staged_folder
+from zerofit.checkpoint.model_folder import refuse_small_disk, staged_folder
 from zerofit.checkpoint.store import STATE, Manifest, folder_name, is_own, manifest_of
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
@@ -60,7 +60,6 @@ def convert(
     checkpoint, `run` describes its model. `repair` replaces the data of a lost rank. Raises UserError.
     """
     report = report or Reporter()
-    refuse_existing(out)
     sources, step, ranks = _sources(checkpoint)
     tag = folder_name(step)
     tags = {engine: tag if engine == STATE else f"{tag}-{engine}" for engine in sources}
