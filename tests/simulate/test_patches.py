@@ -245,7 +245,6 @@ PATCHES |= {
             f"{EP_LAYER}:compute_split_plan",
             f"{EP_KERNELS}:fill_indices_cpu",
             f"{EP_KERNELS}:fill_indices_wrapper",
-            f"{FAKE_IMPLS}:op_implementations_dict",
         ],
         [
             Reason(
@@ -264,6 +263,14 @@ PATCHES |= {
                 "tokens_per_expert_group start_index_values write_offsets experts_per_rank num_ranks max_len",
                 ".item()",
             ),
+        ],
+    ),
+    "expert_ops": (
+        [f"{FAKE_IMPLS}:op_implementations_dict"],
+        [
+            Reason(
+                FAKE_IMPLS, "bincount", "fake_mode func inputs weights minlength", "DynamicOutputShapeException(func)"
+            ),
             Reason(
                 "torch._meta_registrations",
                 "_meta_grouped_mm_common",
@@ -272,14 +279,6 @@ PATCHES |= {
                 until_torch="2.15",
                 older="Expected inputs of BF16 type but got mat_a.dtype",
             ),
-        ],
-    ),
-    "expert_counts": (
-        [f"{FAKE_IMPLS}:op_implementations_dict"],
-        [
-            Reason(
-                FAKE_IMPLS, "bincount", "fake_mode func inputs weights minlength", "DynamicOutputShapeException(func)"
-            )
         ],
     ),
     "expert_rows": (

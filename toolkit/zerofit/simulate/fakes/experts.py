@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from deepspeed import comm
 from torch import Tensor
@@ -14,7 +16,7 @@ from zerofit.simulate.fakes.device import NAME
 def experts() -> None:
     """Spread tokens evenly over experts, since the real choice depends on values.
 
-    (deepspeed.module_inject.auto_ep, auto_ep_layer, deepspeed.moe.ep_kernels, torch._grouped_mm)
+    (deepspeed.module_inject.auto_ep, auto_ep_layer, deepspeed.moe.ep_kernels)
     """
     from deepspeed.module_inject import auto_ep, auto_ep_layer
     from deepspeed.moe import ep_kernels
@@ -22,12 +24,22 @@ def experts() -> None:
     auto_ep._gate_activation_matches = lambda experts_module: None  # compares values of the experts' activation
     auto_ep_layer.compute_split_plan = even_split_plan
     ep_kernels.fill_indices_cpu = ep_kernels.fill_indices_wrapper = unfilled_indices
-    fake_impls.op_implementations_dict[torch.ops.aten._grouped_mm.default] = grouped_product
 
 
-def expert_counts() -> None:
-    """Give torch.bincount a shape rule. It counts the tokens of each expert. (torch.bincount)"""
+def expert_ops() -> None:
+    """Give ops of experts shape rules: the count of each expert's tokens, and products of fp32 experts.
+
+    (torch.bincount, torch._grouped_mm)
+    """
+
+    def product(mode: object, func: object, mat_a: Tensor, *args: Any, **kwargs: Any) -> object:
+        # torch's rule for 16 bits also checks that rows begin at multiples of 16 bytes
+        if mat_a.dtype is not torch.float32:
+            return NotImplemented
+        return grouped_product(mode, func, mat_a, *args, **kwargs)
+
     fake_impls.op_implementations_dict[torch.ops.aten.bincount.default] = bincount
+    fake_impls.op_implementations_dict[torch.ops.aten._grouped_mm.default] = product
 
 
 def expert_rows() -> None:

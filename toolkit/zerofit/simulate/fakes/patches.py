@@ -23,7 +23,7 @@ from torch.distributions import Distribution
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from zerofit.simulate.fakes.device import FakeOps
-from zerofit.simulate.fakes.experts import expert_counts
+from zerofit.simulate.fakes.experts import expert_ops
 from zerofit.simulate.fakes.kernels import MASKING, PACKED_MASKING, PADDED_MASKING
 from zerofit.simulate.ops.shortcuts import sharing_pieces
 from zerofit.simulate.ops.tracker import AllocationTracker
@@ -397,7 +397,7 @@ def parameters_of_modules() -> None:
 
 ALWAYS = (
     module_apply,
-    expert_counts,
+    expert_ops,
     tracing,
     foreach_types,
     fast_paths,
