@@ -126,9 +126,10 @@ class Reporter:
         """Report the current activity of a run."""
         self.on_event(Event(kind="phase", text=text))
 
-    def note(self, text: str) -> None:
-        """Report something that a user should know."""
-        self.on_event(Event(kind="note", text=text))
+    def note(self, *texts: str) -> None:
+        """Report things that a user should know."""
+        for text in texts:
+            self.on_event(Event(kind="note", text=text))
 
     def table(self, title: str, rows: Sequence[Mapping[str, str]]) -> None:
         """Report a note with a table. Its text has the title and a line for each row.

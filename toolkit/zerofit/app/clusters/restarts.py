@@ -140,8 +140,7 @@ class RestartingRun:
                 os.utime(folder.result)  # nodes that start by themselves check this file's age
                 return finished
             self.job, self.folder = job, folder
-            for note in make_ready(folder, job.start):
-                self.report.note(note)
+            self.report.note(*make_ready(folder, job.start))
             site = cluster_site(self.hosts, job, self.options, machine, examined, folder)
             if self.options.over_ssh:
                 used = list(dict.fromkeys(site.hosts))

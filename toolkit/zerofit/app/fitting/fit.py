@@ -299,8 +299,7 @@ class _Fit:
             names = ", ".join(self.request.place(name) for name in self.given)
             chosen_by = f"given: {names}; zerofit chose the rest"
         why = (*_reasons(option, search), f"{chosen_by}; a resume uses the same layout (recorded in the run folder)")
-        for line in why:
-            self.report.note(line)
+        self.report.note(*why)
         worst, fields = search.seen.get(option), chosen(option)
         reserved = worst.reserved_bytes if worst else option.memory.peak_bytes
         fit = FittedLayout(given=self.given, chosen=fields, why=why, reserved_bytes=reserved)

@@ -233,8 +233,7 @@ def open_model(
     if name is not None and kind in ("data", "assumed"):
         data = open_data(run, task, seq_len, report)
         model_inputs = data.inputs
-        for note in data.notes:
-            report.note(note)
+        report.note(*data.notes)
         if task == "image" and isinstance(model_inputs, ImageInputs) and model_inputs.classes < 2:
             message = f"{data.name} has only one class, so there is nothing to learn"
             hint = "put the images of each class into a separate folder"
@@ -248,11 +247,11 @@ def open_model(
         report.note(f"each rank builds the full {run.model} in float32, not one parameter at a time: {reason}")
     if isinstance(model_inputs, ImageInputs) and model is None:
         check_sizes(source, model_inputs, run)
-    for note in notes_of_config(source.name, source_config(source)) if source.family == "transformers" else ():
-        report.note(note)
+    if source.family == "transformers":
+        report.note(*notes_of_config(source.name, source_config(source)))
     with models_say("--pretrained"):
-        for note in notes_of_pretrained(source, model_inputs, dict(run.model_args)) if model is None else ():
-            report.note(note)
+        if model is None:
+            report.note(*notes_of_pretrained(source, model_inputs, dict(run.model_args)))
     return OpenedModel(run=run, data=data, inputs=model_inputs, facts=facts)
 
 

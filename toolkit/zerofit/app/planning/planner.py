@@ -147,8 +147,7 @@ def answer_request(
     `on_plan` gets the plan before layouts are simulated, which takes longer.
     """
     start, problems, report = time.perf_counter(), Problems(), Reporter(on_event)
-    for note in request.notes:
-        report.note(note)
+    report.note(*request.notes)
     if corrections := request.corrections:
         for cluster in clusters:
             problems.attempt(partial(refuse_other_device, corrections, cluster.device.kind))

@@ -102,8 +102,7 @@ def get_profile(wanted: ProfileRequest, report: Reporter) -> tuple[Profile, Path
     config = Path(wanted.model)
     with suppress(ModelError):  # a model without a config has no notes
         values = PRESETS.get(wanted.model) or read_config(config / "config.json" if config.is_dir() else config)
-        for note in notes_of_config(wanted.model, values):
-            report.note(note)
+        report.note(*notes_of_config(wanted.model, values))
     path = _file_of(wanted)
     profile = stored_profile(wanted)
     if profile is None:

@@ -186,8 +186,7 @@ def plan_rollouts(
     group = settings.num_generations if method.scores_first else 2 if method.pairs else 1
     request = _data_parallel(request, cluster, group)
     request = replace(request, engines=(f"verl-{settings.strategy}",)) if settings.trainer == "verl" else request
-    for note in request.notes:
-        report.note(note)
+    report.note(*request.notes)
     setup = replace(setup_of(cluster, request, report)[0], top=TRIED)
     length = setup.profile.seq_len or 0
     setup = _with_log_probs(setup, settings, name)

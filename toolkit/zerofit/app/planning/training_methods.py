@@ -89,8 +89,7 @@ def compare_methods(
         if value:
             problems.add("usage", f"--methods with {flag}", "use one of them", f"--methods, {flag}")
     problems.raise_if_any()
-    for note in request.notes:
-        report.note(note)
+    report.note(*request.notes)
     rows = tuple(_fit_of_method(method, request, cluster, report) for method in methods)
     return MethodComparison(cluster=cluster, rows=rows)
 

@@ -146,7 +146,6 @@ def run_ranks(
         # First the file: with --no-ssh, a node that looks late would start the ranks of this ended start.
         folder.launch_spec.unlink(missing_ok=True)
         end_all(spec.run_id)  # pdsh starts each ssh in a separate session
-        for note in site.sweep(spec.run_id) if site.sweep else ():
-            report.note(note)
+        report.note(*(site.sweep(spec.run_id) if site.sweep else ()))
     seen = ended.verdict.problem if ended.verdict else None
     return outcome(folder, ended.code, site.again, seen, ended.failures)

@@ -171,8 +171,7 @@ class Session:
                 gate = self._gate() if model is None else None
                 lock = CommandLock(self._locks, self._report.status)
                 prepared = prepare(self._request(model), self._report, machine, lock, model, gate)
-                for note in make_ready(prepared.folder, prepared.job.start):
-                    self._report.note(note)
+                self._report.note(*make_ready(prepared.folder, prepared.job.start))
                 message = [str(prepared.folder.path)]
             except (UserError, DoesNotFit) as error:
                 self._locks.close()  # releases the gate's reservations

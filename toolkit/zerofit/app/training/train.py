@@ -137,8 +137,7 @@ def claim(
     if finished:
         report.note(f"all {prepared.job.steps} steps of this run are done; a larger --steps continues it")
         return prepared, finished
-    for note in make_ready(prepared.folder, prepared.job.start):
-        report.note(note)
+    report.note(*make_ready(prepared.folder, prepared.job.start))
     return prepared, None
 
 
