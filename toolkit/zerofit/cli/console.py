@@ -32,10 +32,11 @@ from rich.table import Table
 from rich.text import Text
 
 from zerofit.cli.answer import R, answer
-from zerofit.cli.report import refuse_page, write_page
+from zerofit.cli.report import ENDINGS, write_page
 from zerofit.cli.terminal import SafeText, safe_output, visible
 from zerofit.doctor.check import FAIL, OK, WARN, Check
 from zerofit.spec.events import Event
+from zerofit.spec.files import refuse_target
 
 STATUS_EVERY_S = 10.0  # seconds between status lines without a terminal
 PHASE_EVERY_S = 14.0  # seconds between lines of one phase
@@ -303,7 +304,7 @@ def answer_watched(
     """Call `work`, show its events while it runs, write its page to `html`, and print its answer."""
 
     def watched() -> R:
-        refuse_page(html)  # before the work, which may take minutes
+        refuse_target(html, "--html", ENDINGS)  # before the work, which may take minutes
         with EventConsole() as console:
             result = work(console)
         if html:

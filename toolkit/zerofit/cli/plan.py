@@ -27,11 +27,12 @@ from zerofit.cli.options import (
     run_options,
 )
 from zerofit.cli.plan_show import COLUMNS, show, show_end, show_methods, show_rollouts, show_serving
-from zerofit.cli.report import HTML, refuse_page, write_page
+from zerofit.cli.report import ENDINGS, HTML, write_page
 from zerofit.features.engines import ENGINES
 from zerofit.plan.layout import OFFLOADS
 from zerofit.rollout.methods import METHODS
 from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.files import refuse_target
 from zerofit.spec.model_facts import DEFAULT_PRECISION, PRECISIONS
 from zerofit.spec.partial_training import PART_FIELDS
 from zerofit.spec.profile import Savings
@@ -215,7 +216,7 @@ def _compare(model: str | None, options: dict[str, object], methods: str) -> Met
 def _serve(model: str | None, options: dict[str, Any]) -> ServingPlan:
     from zerofit.app.planning.serving import serve
 
-    refuse_page(options["html"])
+    refuse_target(options["html"], "--html", ENDINGS)
     kind = _only_kind(clusters(**{name: options[name] for name in ("kinds", *HARDWARE)}), "--serve")
     pins = given({name: options[name] for name in (*RUN_FIELDS, *PLAN_PINS, "precision")})
     plan = serve(model, kind, pins, options["rollout"] or {})
@@ -264,7 +265,7 @@ def _read_request(model: str | None, options: dict[str, Any]) -> tuple[PlanningR
     """Return the request and the clusters. Raises UserError with all problems."""
     from zerofit.app.planning.corrections import MeasuredSpeed
     from zerofit.app.planning.outlook_options import read_work
-    from zerofit.app.planning.output_files import refuse_existing, refuse_place
+    from zerofit.app.planning.output_files import TRACE_FLAG, refuse_existing
     from zerofit.app.planning.request import PlanningRequest
 
     # Each step runs even if another one fails, so that one answer names all wrong options.
@@ -279,8 +280,8 @@ def _read_request(model: str | None, options: dict[str, Any]) -> tuple[PlanningR
     request = problems.attempt(lambda: PlanningRequest(model=model, pins=pins, **arguments))
     if options["write"]:
         problems.attempt(lambda: refuse_existing(options["write"]))
-    problems.attempt(lambda: refuse_page(options["html"]))
-    problems.attempt(lambda: refuse_place(options["trace"]))
+    problems.attempt(lambda: refuse_target(options["html"], "--html", ENDINGS))
+    problems.attempt(lambda: refuse_target(options["trace"], TRACE_FLAG))
     kinds = problems.attempt(lambda: clusters(**{name: options[name] for name in ("kinds", *HARDWARE)}))
     problems.raise_if_any()
     assert request and kinds

@@ -10,6 +10,7 @@ import click
 from zerofit.cli.answer import answer
 from zerofit.cli.options import AS_JSON, PATH
 from zerofit.spec.errors import Problems
+from zerofit.spec.files import refuse_target
 
 HTML = click.option("--html", type=PATH, metavar="FILE", help="also write the answer as a page")
 # A browser decides by the ending whether a local file is a page.
@@ -30,7 +31,7 @@ def report(sources: tuple[Path, ...], out: Path, as_json: bool) -> None:
     def work() -> dict[str, object]:
         # Name all problems at once: those of the page and those of the sources.
         problems = Problems()
-        check_page(out, "--out", problems)
+        problems.attempt(lambda: refuse_target(out, "--out", ENDINGS))
         contents = problems.attempt(lambda: read_sources(sources)) or {}
         problems.raise_if_any()
         make_page(contents).write(out, "--out")
@@ -38,22 +39,6 @@ def report(sources: tuple[Path, ...], out: Path, as_json: bool) -> None:
         return {"page": str(out), "sources": listed}
 
     answer(work, as_json, lambda written: click.echo(written["page"]))
-
-
-def check_page(path: Path, option: str, problems: Problems) -> None:
-    """Add a problem if no page can be written to `path`, which `option` names."""
-    if path.suffix.lower() not in ENDINGS:
-        problems.add("bad-value", f"{path} is not the name of an HTML file", "use a name that ends in .html", option)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        problems.add("bad-value", f"{path} cannot be written", "use a file in an existing folder", option)
-
-
-def refuse_page(path: Path | None) -> None:
-    """Raise UserError before any work if no page can be written to the file of --html."""
-    problems = Problems()
-    if path:
-        check_page(path, "--html", problems)
-    problems.raise_if_any()
 
 
 def write_page(result: Mapping[str, object], path: Path | None) -> None:

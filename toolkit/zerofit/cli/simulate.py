@@ -20,12 +20,12 @@ from zerofit.cli.answer import answer
 from zerofit.cli.check_show import workflow_command
 from zerofit.cli.console import EventConsole
 from zerofit.cli.options import AS_JSON, INPUT, PATH, TRUST_MODEL_CODE, clusters, given, hardware_options, run_options
-from zerofit.cli.report import refuse_page, write_page
+from zerofit.cli.report import ENDINGS, write_page
 from zerofit.cli.simulate_show import show, show_knobs
 from zerofit.config.ds_json import write_for_trainer
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Event, Reporter
-from zerofit.spec.files import write_text
+from zerofit.spec.files import refuse_target, write_text
 from zerofit.spec.partial_training import PART_FIELDS
 from zerofit.spec.run import RunRequest
 
@@ -128,7 +128,7 @@ def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: A
             # With other releases, this process is replaced by one that imports them.
             rerun_with(releases, RELEASE_FLAGS, Reporter(console), own=words is None)
         options["base"] = _read_baseline(options)
-        refuse_page(options["html"])
+        refuse_target(options["html"], "--html", ENDINGS)
         if options["write_config"]:
             _refuse_config_file(options["write_config"], options["knobs"])
         try:
@@ -170,8 +170,7 @@ def _refuse_config_file(path: Path, knobs: bool) -> None:
     problems = Problems()
     if path.exists():
         problems.add("exists", f"{path} exists", "name a new file", "--write-config")
-    elif not path.absolute().parent.is_dir():
-        problems.add("bad-value", f"{path} cannot be written", "name a file in an existing folder", "--write-config")
+    problems.attempt(lambda: refuse_target(path, "--write-config"))
     if not knobs:
         message = "--write-config needs the changes that --no-knobs leaves out"
         problems.add("usage", message, "leave out one of these options", "--write-config")

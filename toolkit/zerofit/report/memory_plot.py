@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from zerofit.report.page import COLORS
-from zerofit.report.plot import check_picture, save
-from zerofit.spec.errors import Problems
+from zerofit.report.plot import PICTURES, save
+from zerofit.spec.files import refuse_target
 from zerofit.spec.units import shown_bytes
 
 if TYPE_CHECKING:
@@ -56,9 +56,7 @@ class MemoryTimeline(TypedDict):
 
 def draw(timeline: MemoryTimeline, path: Path) -> None:
     """Draw a timeline into a file, in the format of its suffix. Raises UserError."""
-    problems = Problems()
-    check_picture(path, "--plot", problems)
-    problems.raise_if_any()
+    refuse_target(path, "--plot", PICTURES)
     save(_figure(timeline), path, "--plot", dpi=150)
 
 

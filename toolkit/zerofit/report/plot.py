@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
 from zerofit.spec.errors import Problems
-from zerofit.spec.files import number_in, read_jsonl
+from zerofit.spec.files import number_in, read_jsonl, refuse_target
 from zerofit.spec.foreign import refused
 from zerofit.spec.run_folder import RunFolder
 
@@ -39,7 +39,7 @@ def draw(runs: list[Path], out: Path) -> dict[str, object]:
     """
     problems, named = Problems(), dict(zip(names_of(runs), runs, strict=True))
     histories = {name: steps_of(run, problems) for name, run in named.items()}
-    check_picture(out, "--out", problems)
+    problems.attempt(lambda: refuse_target(out, "--out", PICTURES))
     problems.raise_if_any()
     save(_figure(histories, {name: evaluations(run) for name, run in named.items()}), out, "--out", dpi=120)
     return {"picture": str(out), "runs": {str(run): len(histories[name]) for name, run in named.items()}}
@@ -54,14 +54,6 @@ def names_of(paths: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [str(path) for path in paths]
-
-
-def check_picture(path: Path, option: str, problems: Problems) -> None:
-    """Add a problem if no picture can be written to `path`, the value of `option`."""
-    if path.suffix.lower() not in PICTURES:
-        problems.add("bad-value", f"{path} is not a picture", f"use a name that ends in {', '.join(PICTURES)}", option)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        problems.add("bad-value", f"{path} cannot be written", "use a file in an existing folder", option)
 
 
 def save(figure: Figure, path: Path, option: str, dpi: int) -> None:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NotRequired, TypedDict, TypeGuard, cast
 
-from zerofit.report.plot import check_picture, save
+from zerofit.report.plot import PICTURES, save
 from zerofit.spec.errors import Problem, Problems, UserError
-from zerofit.spec.files import field_data
+from zerofit.spec.files import field_data, refuse_target
 from zerofit.spec.foreign import Unreadable, read_json, refused
 from zerofit.spec.local_machine import MeasuredKernel
 from zerofit.spec.profiling import SECTION_MARK, STEP_MARK
@@ -376,7 +376,7 @@ def compare_traces(paths: Sequence[Path], out: Path) -> TraceComparison:
     """
     problems = Problems()
     traces = [problems.attempt(lambda path=path: read_trace(path)) for path in paths]
-    check_picture(out, "--out", problems)
+    problems.attempt(lambda: refuse_target(out, "--out", PICTURES))
     problems.raise_if_any()
     read = sorted((trace for trace in traces if trace), key=lambda trace: not trace.forecast)  # the forecast first
     if [trace.forecast for trace in read] != [True, False]:

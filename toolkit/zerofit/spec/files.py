@@ -7,12 +7,13 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TextIO
 
+from zerofit.spec.errors import Problems
 from zerofit.spec.foreign import Unreadable, parse_json
 
 
@@ -61,6 +62,22 @@ def atomic_write(path: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
         if isinstance(error, OSError) and error.filename in (None, str(temporary)):
             error.filename = str(given)
         raise
+
+
+def refuse_target(path: str | Path | None, option: str, endings: Sequence[str] = ()) -> None:
+    """Raise a UserError before any work if no file can be written to `path`, the value of `option`.
+
+    `endings`: the suffixes that the name may have. None is always fine.
+    """
+    if path is None:
+        return
+    path, problems = Path(path), Problems()
+    if endings and path.suffix.lower() not in endings:
+        hint = f"use a name that ends in {' or '.join(endings)}"
+        problems.add("bad-value", f"{path} is not the name of a {endings[0]} file", hint, option)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        problems.add("bad-value", f"{path} cannot be written", "use a file in an existing folder", option)
+    problems.raise_if_any()
 
 
 def write_text(path: Path, text: str, *, mode: int | None = None) -> None:

@@ -31,7 +31,7 @@ from zerofit.spec.profile import Profile
 
 NAMES = ("ds_config.json", "run.yaml", "accelerate.yaml", "torchtitan.sh", "verl.sh", "openrlhf.sh")
 TITAN_KINDS: dict[Checkpointing, str] = {False: "none", "selective": "selective", True: "full"}
-TRACE_FLAG, SNAPSHOT_FLAG = "--trace", "--snapshot"
+TRACE_FLAG = "--trace"
 
 
 def refuse_existing(folder: Path) -> None:
@@ -260,13 +260,6 @@ def merged(planned: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
         elif value != "auto" or key not in completed:
             completed[key] = copy.deepcopy(value)
     return completed
-
-
-def refuse_place(file: str | Path | None, flag: str = TRACE_FLAG) -> None:
-    """Raise a UserError if a trace or snapshot is requested and cannot be written to `file`."""
-    if file is not None and ((path := Path(file)).is_dir() or not path.absolute().parent.is_dir()):
-        hint = "name a file in an existing folder"
-        raise UserError(Problem(kind="bad-value", message=f"cannot write {path}", hint=hint, where=flag))
 
 
 def write_trace(path: Path, trace: dict[str, object]) -> None:

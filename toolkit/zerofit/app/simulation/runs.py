@@ -17,7 +17,7 @@ from zerofit.app.job.hub_models import with_shape
 from zerofit.app.job.requests import as_request
 from zerofit.app.job.resolve import InputSource, ResolvedJob, cluster_machine, ds_name, resolve_job
 from zerofit.app.planning.job_forecast import traced_step_s
-from zerofit.app.planning.output_files import SNAPSHOT_FLAG, refuse_place, write_trace
+from zerofit.app.planning.output_files import TRACE_FLAG, write_trace
 from zerofit.app.simulation.rank_trace import trace_of_simulation
 from zerofit.models.inputs import Inputs
 from zerofit.simulate.endings import MAY_FIT, note_failed, optional
@@ -30,6 +30,7 @@ from zerofit.simulate.record import SimulationTarget
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
+from zerofit.spec.files import refuse_target
 from zerofit.spec.mesh import largest_batch_of_stages
 from zerofit.spec.model_facts import Task, is_text
 from zerofit.spec.overhead import blas_workspace_bytes
@@ -262,8 +263,8 @@ def simulate(
     prepared = prepare_simulation(request, cluster, image=image, alloc_conf=alloc_conf, report=report)
     if stages := stages_of(prepared.job):
         report.stages(stages)
-    refuse_place(trace)
-    refuse_place(snapshot, SNAPSHOT_FLAG)
+    refuse_target(trace, TRACE_FLAG)
+    refuse_target(snapshot, "--snapshot")
     # One rank of each stage is simulated, from a few layers. Near the limit, all layers are simulated (see above).
     exact = exact or trace is not None or snapshot is not None  # an extrapolated rank has no timeline of memory
     targets = [replace(prepared.target(n), stacks=snapshot is not None) for n in _ranks(prepared.job, rank)]

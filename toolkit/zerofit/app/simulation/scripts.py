@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from zerofit.app.planning.output_files import SNAPSHOT_FLAG, refuse_place, write_trace
+from zerofit.app.planning.output_files import TRACE_FLAG, write_trace
 from zerofit.app.simulation.rank_trace import script_step_s, trace_of_script
 from zerofit.config.ds_json import write_for_trainer
 from zerofit.simulate.endings import MAY_FIT, note_failed, optional
@@ -34,6 +34,7 @@ from zerofit.simulate.script.command import LATER_STAGE, ScriptCommand, ScriptTa
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
+from zerofit.spec.files import refuse_target
 from zerofit.spec.overhead import blas_workspace_bytes
 
 STEPS = 2  # from the second step on ZeRO-3 prefetches, which needs more memory
@@ -83,8 +84,8 @@ def simulate_script(
     script = read_command(command)
     cluster = Cluster.here() if cluster is None else cluster
     read_alloc_conf(alloc_conf)
-    refuse_place(trace)
-    refuse_place(snapshot, SNAPSHOT_FLAG)
+    refuse_target(trace, TRACE_FLAG)
+    refuse_target(snapshot, "--snapshot")
     check_command(script, cluster, rank=rank or 0, steps=steps)
     target = ScriptTarget(
         command=script,
