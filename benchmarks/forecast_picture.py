@@ -16,7 +16,7 @@ from pathlib import Path
 from meter.configurations import target
 from meter.pool import Ranks
 
-from zerofit.report.memory_plot import MeasuredPhase, PlotPhase, draw
+from zerofit.report.memory_plot import MemoryTimeline, draw
 
 RESULT = Path(__file__).parent / "results" / "forecast-and-run.png"
 CONFIGURATION = "llama zero3 bf16 mb8 x2"
@@ -34,20 +34,12 @@ def main() -> int:
     ):
         (simulated,) = ranks.simulated(job, [job.rank])
         real = ranks.real(job)[job.rank]["phases"]
-    phases: list[PlotPhase] = []
-    for point in simulated["timeline"]:
-        if phases and phases[-1]["name"] == point["phase"]:
-            phases[-1]["end"] = point["t"]
-        else:
-            phases.append({"name": point["phase"], "start": point["t"], "end": point["t"]})
-    if [one["name"] for one in real] != [one["name"] for one in phases]:
-        raise SystemExit(f"the run's phases are not the simulation's: {real}, {phases}")
-    measured: list[MeasuredPhase] = [
-        {"start": phase["start"], "end": phase["end"], "peak_bytes": one["peak_bytes"]}
-        for phase, one in zip(phases, real, strict=True)
-    ]
     title = "rank 0 of 2, a small Llama, ZeRO 3, bf16: forecast (areas) and real run (lines)"
-    draw({"points": simulated["timeline"], "phases": phases, "measured": measured, "title": title}, out)
+    measured = [one["peak_bytes"] for one in real]
+    timeline = MemoryTimeline(points=simulated["timeline"], measured=measured, title=title)
+    if [one["name"] for one in real] != [name for name, _, _ in timeline.phases]:
+        raise SystemExit(f"the run's phases are not the simulation's: {real}, {timeline.phases}")
+    draw(timeline, out)
     apart = max(
         abs(there["peak_bytes"] / one["peak_bytes"] - 1) for there, one in zip(simulated["phases"], real, strict=True)
     )

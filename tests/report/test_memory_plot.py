@@ -6,21 +6,23 @@ import matplotlib as mpl
 import pytest
 from PIL import Image
 
-from zerofit.report.memory_plot import COLORS, draw
+from zerofit.report.memory_plot import COLORS, MemoryTimeline, draw
 from zerofit.spec.errors import UserError
 
 MIB, GIB = 2**20, 2**30
 
 
-def a_timeline(unit: int = GIB, **more):
-    points = [
-        {"t": 0, "phase": "build", "bytes": {"parameters": unit}},
-        {"t": 4, "phase": "forward", "bytes": {"parameters": unit, "activations": 2 * unit, "of no known kind": unit}},
-        {"t": 60, "phase": "step", "bytes": {"parameters": unit, "optimizer state": 2 * unit}},
-    ]
-    bounds = {"build": (0, 3), "forward": (3, 60), "a phase too short for its name": (60, 61), "step": (61, 100)}
-    phases = [{"name": name, "start": start, "end": end} for name, (start, end) in bounds.items()]
-    return {"points": points, "phases": phases, **more}
+def a_timeline(unit: int = GIB, **more) -> MemoryTimeline:
+    forward = {"parameters": unit, "activations": 2 * unit, "of no known kind": unit}
+    step = {"parameters": unit, "optimizer state": 2 * unit}
+    moments = {
+        "build": ((0, 3), {"parameters": unit}),
+        "forward": ((4, 60), forward),
+        "a phase too short for its name": ((60, 61), forward),
+        "step": ((61, 100), step),
+    }
+    points = [{"t": t, "phase": name, "step": 0, "bytes": of} for name, (times, of) in moments.items() for t in times]
+    return MemoryTimeline(points=points, **more)
 
 
 def words_of(timeline, path) -> str:
@@ -52,7 +54,8 @@ def test_small_models_and_large_devices(tmp_path):
 
 
 def test_nothing_but_points(tmp_path):
-    draw({"points": [{"t": 0, "phase": "build", "bytes": {}}], "phases": []}, tmp_path / "memory.png")
+    points = [{"t": 0, "phase": "build", "step": -1, "bytes": {}}]
+    draw(MemoryTimeline(points=points), tmp_path / "memory.png")
 
 
 def test_kinds_have_their_colors(tmp_path):

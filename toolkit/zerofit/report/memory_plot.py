@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from zerofit.report.page import COLORS
 from zerofit.report.plot import PICTURES, save
@@ -18,40 +22,34 @@ _DARK, _RED = "#222222", "#B00020"
 _BEHIND = {"boxstyle": "square,pad=0.2", "facecolor": "white", "alpha": 0.85, "linewidth": 0}  # behind text over areas
 
 
-class Point(TypedDict):
-    """The live bytes of each kind at one moment. `t` counts allocations and releases."""
-
-    t: int
-    phase: str
-    bytes: dict[str, int]
+# The live bytes after an allocation or a release, as `zerofit simulate --json` has it: t (how many came before), phase,
+# step, bytes (by kind)
+Point = Mapping[str, Any]
 
 
-class PlotPhase(TypedDict):
-    """A phase of the run, from `start` to `end` (both are values of `t`)."""
+@dataclass(frozen=True, kw_only=True)
+class MemoryTimeline:
+    """The timeline to draw."""
 
-    name: str
-    start: int
-    end: int
+    points: Sequence[Point]  # in order of time
+    title: str = ""
+    device: str = "device"
+    device_total_bytes: int = 0  # 0: unknown
+    peak_at: str = ""  # module and line of code
+    measured: Sequence[int] = ()  # peak bytes of each phase of a real run, drawn over the forecast
 
+    @cached_property
+    def phases(self) -> list[tuple[str, int, int]]:
+        """The name of each phase, with the first and the last `t` of its points."""
+        groups = groupby(self.points, key=lambda point: (point["phase"], point["step"]))
+        moments = [(name, [point["t"] for point in points]) for (name, _), points in groups]
+        return [(name, of[0], of[-1]) for name, of in moments]
 
-class MeasuredPhase(TypedDict):
-    """The peak of a real run from `start` to `end` (values of `t`), drawn over the forecast."""
-
-    start: int
-    end: int
-    peak_bytes: int
-
-
-class MemoryTimeline(TypedDict):
-    """The timeline to draw. Only `points` and `phases` are required."""
-
-    points: list[Point]
-    phases: list[PlotPhase]
-    title: NotRequired[str]
-    device: NotRequired[str]
-    device_total_bytes: NotRequired[int]
-    peak_at: NotRequired[str]  # module and line of code
-    measured: NotRequired[list[MeasuredPhase]]
+    @cached_property
+    def span(self) -> tuple[int, int]:
+        """The first and the last `t`. The length is at least 1, because callers divide by it."""
+        start, end = self.points[0]["t"], self.points[-1]["t"]
+        return start, max(end, start + 1)
 
 
 def draw(timeline: MemoryTimeline, path: Path) -> None:
@@ -65,27 +63,26 @@ def _figure(timeline: MemoryTimeline) -> Figure:
 
     figure = Figure(figsize=(11, 6), layout="constrained")
     areas, strip = figure.subplots(2, 1, sharex=True, height_ratios=(11, 1))
-    peak = max(timeline["points"], key=lambda point: sum(point["bytes"].values()))
+    peak = max(timeline.points, key=lambda point: sum(point["bytes"].values()))
     # One unit for the axis, the line of the device and all peaks, so that they can be compared.
     unit, word = (2**30, "GiB") if sum(peak["bytes"].values()) >= 2**30 else (2**20, "MiB")
     _stack(areas, timeline, peak, unit)
-    for phase in timeline["phases"]:
-        areas.axvline(phase["start"], color=_DARK, linewidth=0.4, alpha=0.35)
+    for _, start, _ in timeline.phases:
+        areas.axvline(start, color=_DARK, linewidth=0.4, alpha=0.35)
     top = _capacity(areas, timeline, peak, unit)
     areas.set_ylim(0, top)
     _peak(areas, timeline, peak, unit)
-    for number, phase in enumerate(timeline.get("measured", [])):
+    for number, ((_, start, end), size) in enumerate(zip(timeline.phases, timeline.measured, strict=False)):
         label = "peaks of a real run" if number == 0 else None
-        areas.hlines(phase["peak_bytes"] / unit, phase["start"], phase["end"], colors="black", linewidth=2, label=label)
-    areas.set_xlim(_span(timeline))
+        areas.hlines(size / unit, start, end, colors="black", linewidth=2, label=label)
+    areas.set_xlim(timeline.span)
     areas.set_ylabel(f"device memory ({word})")
-    areas.set_title(timeline.get("title", ""), loc="left", fontsize=11)
+    areas.set_title(timeline.title, loc="left", fontsize=11)
     areas.tick_params(axis="x", labelbottom=False, length=0)
     areas.spines[["top", "right"]].set_visible(False)
     # The legend lists kinds from top to bottom, as they are stacked. matplotlib would begin with the lowest.
     handles, labels = areas.get_legend_handles_labels()
-    total = timeline.get("device_total_bytes", 0)
-    above = f"{_device(timeline)},\nabove this plot\n\n" if total / unit > top else ""
+    above = f"{_device(timeline)},\nabove this plot\n\n" if timeline.device_total_bytes / unit > top else ""
     style = {"title": f"{above}at the peak", "title_fontsize": 8, "fontsize": 8, "frameon": False, "alignment": "left"}
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", **style)
     _phases(figure, strip, timeline)
@@ -99,18 +96,10 @@ def _bytes_of(point: Point, kind: str) -> int:
     return sum(size for name, size in point["bytes"].items() if name == "other" or name not in COLORS)
 
 
-def _span(timeline: MemoryTimeline) -> tuple[int, int]:
-    # Callers divide by the length of the span, so one moment alone must also have a length.
-    moments = [point["t"] for point in timeline["points"]]
-    moments += [phase[end] for phase in timeline["phases"] for end in ("start", "end")]
-    return min(moments), max(max(moments), min(moments) + 1)
-
-
 def _stack(areas: Axes, timeline: MemoryTimeline, peak: Point, unit: int) -> None:
-    points = sorted(timeline["points"], key=lambda point: point["t"])
     # stackplot draws a step from each point to the next one, so the last level needs an end.
-    moments = [point["t"] for point in points] + [_span(timeline)[1]]
-    points = [*points, points[-1]]  # the last point is valid to the end
+    moments = [point["t"] for point in timeline.points] + [timeline.span[1]]
+    points = [*timeline.points, timeline.points[-1]]  # the last point is valid to the end
     seen = {kind if kind in COLORS else "other" for point in points for kind in point["bytes"]}
     kinds = [kind for kind in COLORS if kind in seen]
     heights = [[_bytes_of(point, kind) / unit for point in points] for kind in kinds]
@@ -123,11 +112,11 @@ def _stack(areas: Axes, timeline: MemoryTimeline, peak: Point, unit: int) -> Non
 def _capacity(areas: Axes, timeline: MemoryTimeline, peak: Point, unit: int) -> float:
     """Draw the device's capacity as a line, and return the axis's upper end."""
     highest = max(1, sum(peak["bytes"].values())) / unit
-    total = timeline.get("device_total_bytes", 0) / unit
+    total = timeline.device_total_bytes / unit
     # the top fifth of the plot stays free for the text at the peak
     if not 0 < total <= 3 * highest:  # the line would flatten the plot
         return highest * 1.25
-    start, end = _span(timeline)
+    start, end = timeline.span
     right = peak["t"] < (start + end) / 2  # the side opposite to the peak's text
     areas.axhline(total, color=_RED, linewidth=1.2, linestyle="--")
     areas.annotate(
@@ -145,18 +134,17 @@ def _capacity(areas: Axes, timeline: MemoryTimeline, peak: Point, unit: int) -> 
 
 
 def _device(timeline: MemoryTimeline) -> str:
-    return f"{timeline.get('device', 'device')}: {shown_bytes(timeline.get('device_total_bytes', 0))}"
+    return f"{timeline.device}: {shown_bytes(timeline.device_total_bytes)}"
 
 
 def _peak(areas: Axes, timeline: MemoryTimeline, peak: Point, unit: int) -> None:
-    start, end = _span(timeline)
+    start, end = timeline.span
     # In the left third of the axes the text begins at the peak; in the right third it ends there. So it stays inside.
     share = (peak["t"] - start) / (end - start)  # of the axis, left of the peak
     total = sum(peak["bytes"].values())
     side = "left" if share < 0.33 else "right" if share > 0.67 else "center"
     words = f"peak {shown_bytes(total)} in {peak['phase']}"
-    if place := timeline.get("peak_at"):
-        words += f"\n{place}"
+    words += f"\n{timeline.peak_at}" if timeline.peak_at else ""
     areas.annotate(
         words,
         xy=(peak["t"], total / unit),
@@ -177,18 +165,17 @@ def _peak(areas: Axes, timeline: MemoryTimeline, peak: Point, unit: int) -> None
 
 
 def _phases(figure: Figure, strip: Axes, timeline: MemoryTimeline) -> None:
-    start, end = _span(timeline)
+    start, end = timeline.span
     strip.set_ylim(0, 1)
     strip.set_axis_off()
     # Whether a name fits into its band is known only after the layout has given the axes their final size.
     figure.draw_without_rendering()  # computes widths
     width = strip.get_window_extent().width
-    for number, phase in enumerate(timeline["phases"]):
+    for number, (name, first, last) in enumerate(timeline.phases):
         shade = ("#E8E8E8", "#D2D2D2")[number % 2]
-        strip.axvspan(phase["start"], phase["end"], color=shade, linewidth=0)
-        middle = (phase["start"] + phase["end"]) / 2
-        band = (phase["end"] - phase["start"]) / (end - start) * width
-        text = strip.text(middle, 0.5, phase["name"], ha="center", va="center", fontsize=7)
+        strip.axvspan(first, last, color=shade, linewidth=0)
+        band = (last - first) / (end - start) * width
+        text = strip.text((first + last) / 2, 0.5, name, ha="center", va="center", fontsize=7)
         extent = text.get_window_extent()
         if extent.width > band and extent.height < band:
             text.set(rotation=90)

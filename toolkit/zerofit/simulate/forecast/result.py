@@ -8,7 +8,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -318,23 +317,18 @@ class Simulation:
 
         Raises UserError if `path` cannot be written as a picture, or if the layers were extrapolated.
         """
-        from zerofit.report.memory_plot import MemoryTimeline, PlotPhase, draw
+        from zerofit.report.memory_plot import MemoryTimeline, draw
 
         if not self.timeline:
             message = "this simulation is extrapolated from a few layers, so it has no timeline to draw"
             raise UserError(Problem(kind="no-timeline", message=message, hint="simulate with exact=True"))
-        phases: list[PlotPhase] = []
-        for (name, _), points in groupby(self.timeline, key=lambda point: (point.phase, point.step)):
-            moments = [point.t for point in points]
-            phases.append({"name": name, "start": moments[0], "end": moments[-1]})
-        timeline: MemoryTimeline = {
-            "points": [{"t": point.t, "phase": point.phase, "bytes": point.bytes} for point in self.timeline],
-            "phases": phases,
-            "title": f"{self.run.model}, rank {self.rank} of {self.world_size}",
-            "peak_at": " ".join(filter(None, (self.peak_at.module, self.peak_at.line))),
-            "device": self.device,
-            "device_total_bytes": self.device_total_bytes,
-        }
+        timeline = MemoryTimeline(
+            points=[vars(point) for point in self.timeline],
+            title=f"{self.run.model}, rank {self.rank} of {self.world_size}",
+            peak_at=" ".join(filter(None, (self.peak_at.module, self.peak_at.line))),
+            device=self.device,
+            device_total_bytes=self.device_total_bytes,
+        )
         draw(timeline, Path(path))
 
     def write_snapshot(self, path: Path) -> Simulation:
