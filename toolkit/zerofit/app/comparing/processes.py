@@ -57,41 +57,24 @@ class Rank:
         return self.returncode
 
 
-class RankServer:
-    """The process from which ranks are forked, started with the first rank."""
-
-    def __init__(self) -> None:
-        self._process: ServerProcess | None = None
-
-    def start(self, *request: object) -> Rank:
-        """Start a rank."""
-        if self._process is None or self._process.process.poll() is not None:
-            self._process = ServerProcess(SERVER, answers=True)
-        return Rank(self._process, self._process.ask({"start": request}))
-
-    def end(self) -> None:
-        """End the process and with it all ranks."""
-        if self._process is not None:
-            self._process.end()
-
-
-_SERVER: ContextVar[RankServer | None] = ContextVar("server", default=None)
+_SERVERS: ContextVar[list[ServerProcess] | None] = ContextVar("servers", default=None)  # only the last may be alive
 
 
 @contextmanager
 def one_server() -> Iterator[None]:
     """Fork all ranks that start in this block from one process. Nested blocks share it."""
     # A process that has imported torch once forks each rank in milliseconds instead of seconds.
-    if _SERVER.get() is not None:
+    if _SERVERS.get() is not None:
         yield
         return
-    server = RankServer()
-    token = _SERVER.set(server)
+    servers: list[ServerProcess] = []
+    token = _SERVERS.set(servers)
     try:
         yield
     finally:
-        _SERVER.reset(token)
-        server.end()
+        _SERVERS.reset(token)
+        for server in servers:  # ends its ranks, too
+            server.end()
 
 
 def start_rank(folder: Path, env: Mapping[str, str], log: Path) -> Rank:
@@ -99,9 +82,11 @@ def start_rank(folder: Path, env: Mapping[str, str], log: Path) -> Rank:
 
     `env`: its environment. `log`: the file for its output.
     """
-    server = _SERVER.get()
-    assert server
-    return server.start(str(folder), dict(env), str(log))
+    servers = _SERVERS.get()
+    assert servers is not None
+    if not servers or servers[-1].process.poll() is not None:
+        servers.append(ServerProcess(SERVER, answers=True))
+    return Rank(servers[-1], servers[-1].ask({"start": [str(folder), dict(env), str(log)]}))
 
 
 Process = subprocess.Popen[bytes] | Rank
