@@ -16,7 +16,7 @@ import zerofit as zf
 from tests.plan.stub import make_profile
 from zerofit.app.job.requests import as_request
 from zerofit.app.planning.request import PlanningRequest
-from zerofit.app.planning.training_methods import compare_methods, read_methods
+from zerofit.app.planning.training_methods import compare_methods
 from zerofit.app.simulation.runs import prepare_simulation
 from zerofit.cli.main import main
 from zerofit.plan.layout import PlannedLayout
@@ -140,7 +140,7 @@ def test_no_torch_for_a_stored_profile(profile):
 def test_methods_stand_in_one_table():
     args = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "bos_token_id": 0, "eos_token_id": 0}
     asked = PlanningRequest(model="gpt2", pins={"model_args": args, "seq_len": 256, "global_batch": 8})
-    full, lora = compare_methods(asked, read_methods("full,lora"), H100).rows
+    full, lora = compare_methods(asked, ("full", "lora"), H100).rows
     assert (full.method, lora.method) == ("full", "lora")
     assert full.plan.profile.trained == full.plan.profile.parameters
     # rank 8 beside c_attn, two c_proj and c_fc of three blocks
@@ -157,7 +157,7 @@ def test_quantized_weights_are_a_method():
     args = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
     args |= {"num_key_value_heads": 4, "max_position_embeddings": 256}  # nothing longer is traced
     asked = PlanningRequest(model="llama-tiny", pins={"model_args": args, "seq_len": 256, "global_batch": 8})
-    lora, qlora = compare_methods(asked, read_methods("qlora,lora"), H100).rows
+    lora, qlora = compare_methods(asked, ("qlora", "lora"), H100).rows
     assert (qlora.method, qlora.plan.profile.trained) == ("qlora", lora.plan.profile.trained)
     assert qlora.plan.profile.parameters == lora.plan.profile.parameters
     numbers = 3 * (4 * 256 * 256 + 3 * 256 * 512)
@@ -167,12 +167,6 @@ def test_quantized_weights_are_a_method():
     assert "quantised weights" not in lora.best.ranked.memory.breakdown
     assert qlora.best.to_run().quantize == "nf4" and lora.best.to_run().quantize is None
     assert all(one.layout.offload_param == "none" for one in qlora.plan.layouts)
-
-
-@pytest.mark.parametrize("words", ["full,prefix", ""])
-def test_methods_that_there_are_not(words):
-    with pytest.raises(zf.UserError, match="use full, lora, qlora"):
-        read_methods(words)
 
 
 def test_ligers_kernels_keep_what_they_keep(tmp_path: Path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tests.cli.asking import answer
 from tests.plan.stub import make_profile
 from zerofit.app.planning.output_files import data_line
@@ -51,4 +53,18 @@ def test_a_flag_that_the_answer_does_not_read_is_refused(tmp_path):
     ignored = "--write", tmp_path / "new", "--max", "seq-len", "--confirm", 3
     assert unread("--serve", *ignored) == {"--write", "--max", "--confirm"}
     assert unread("--method", "grpo", "--trace", tmp_path / "t.json", "--tokens", "1B") == {"--trace", "--tokens"}
-    assert unread("--methods", "full,lora", "--html", tmp_path / "page.html") == {"--html"}
+    assert unread("--methods", "full,lora", "--html", tmp_path / "page.html", "--max", "seq-len") == {"--html", "--max"}
+
+
+@pytest.mark.parametrize(
+    ("option", "names", "known"),
+    [
+        ("--methods", "full,prefix", "full, lora, qlora"),
+        ("--columns", "MFU,speed", "MFU"),
+        ("--engine", "", "deepspeed"),
+    ],
+)
+def test_unknown_names_are_refused_with_those_that_there_are(option, names, known):
+    (wrong,) = refused("gpt2", "--gpu", "l4", option, names)
+    assert wrong["kind"] == "usage" and f"{names.rpartition(',')[2]!r}; there are: " in wrong["message"]
+    assert known in wrong["message"]

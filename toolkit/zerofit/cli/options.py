@@ -103,6 +103,22 @@ class CountOrAuto(click.ParamType):
         return int(value)
 
 
+class NameList(click.ParamType):
+    """Names of `noun`s in any case, separated by commas. Each of them is in `known`."""
+
+    name = "names"
+
+    def __init__(self, noun: str, known: Sequence[str]):
+        self._noun, self._known = noun, {name.lower(): name for name in known}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        """Return the names, each once; an unknown name is a usage error (exit code 2)."""
+        words = [word.strip().lower() for word in value.split(",")]
+        if unknown := [word for word in words if word not in self._known]:
+            self.fail(f"no {self._noun} {unknown[0]!r}; there are: {', '.join(self._known.values())}", param, ctx)
+        return tuple(dict.fromkeys(self._known[word] for word in words))
+
+
 class Number(click.FloatRange):
     """A finite number within bounds (click would accept nan)."""
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 from click.core import ParameterSource
@@ -20,6 +20,7 @@ from zerofit.cli.options import (
     PATH,
     TRUST_MODEL_CODE,
     JsonObject,
+    NameList,
     add_options,
     clusters,
     given,
@@ -34,7 +35,7 @@ from zerofit.rollout.methods import METHODS
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.files import refuse_target
 from zerofit.spec.model_facts import DEFAULT_PRECISION, PRECISIONS
-from zerofit.spec.partial_training import PART_FIELDS
+from zerofit.spec.partial_training import PART_FIELDS, Method
 from zerofit.spec.profile import Savings
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ PIN_HELP = "offload to page-locked host memory [the DeepSpeed JSON's pin_memory,
 LIGER_HELP = "forecast Liger's fused norms, rotary embeddings, SwiGLU and cross-entropy"
 TENSOR_HELP = "assume that tensor parallel ranks also split norms, embedding, head and loss, as in Megatron"
 THREADS_HELP = "OMP_NUM_THREADS of each rank, for an offloaded optimizer; torchrun and accelerate set 1 [all cores]"
+SEARCHED = [name for name, entry in ENGINES.items() if not entry.only_methods]
 ENGINE_HELP = "engines whose layouts are ranked: deepspeed, fsdp2 (Accelerate), torchtitan [deepspeed]"
 PRECISION_HELP = f"{DEFAULT_PRECISION}; with --profile, the profile's precision"
 
@@ -97,27 +99,9 @@ UNREAD = {
         *("method", "methods", "write", "image", "profile", "tuned", "measured", "from_trace", "maximum", "minimum"),
         *("engines", "nvme_path", "confirm", "trace", *WORK),
     ),
-    "method": ("methods", "confirm", "trace", *WORK),
-    "methods": ("rollout", "write", "html", "confirm", "trace", *WORK),
+    "method": ("methods", "profile", "maximum", "minimum", "confirm", "trace", *WORK),
+    "methods": ("rollout", "profile", "maximum", "minimum", "write", "html", "confirm", "trace", *WORK),
 }
-
-
-def _columns(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
-    """Return the named columns, in any case. Raises BadParameter with the existing columns."""
-    names = {name.lower(): name for name in COLUMNS}
-    words = [word.strip().lower() for word in value.split(",")] if value is not None else []
-    if unknown := [word for word in words if word not in names]:
-        raise click.BadParameter(f"no column {unknown[0]!r}; there are: {', '.join(COLUMNS)}")
-    return tuple(dict.fromkeys(names[word] for word in words))
-
-
-def _engines(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
-    """Return the named engines. Raises BadParameter with the existing engines."""
-    names = tuple(dict.fromkeys(word.strip().lower() for word in value.split(",")))
-    known = [name for name, entry in ENGINES.items() if not entry.only_methods]
-    if unknown := [name for name in names if name not in known]:
-        raise click.BadParameter(f"no engine {unknown[0]!r}; there are: {', '.join(known)}")
-    return names
 
 
 @click.command()
@@ -137,7 +121,7 @@ def _engines(context: click.Context, parameter: click.Parameter, value: str) -> 
     "--max", "maximum", type=click.Choice(["seq-len", "micro-batch", "layers"]), help="find the largest value that fits"
 )
 @click.option("--min", "minimum", type=click.Choice(["gpus"]), help="find the smallest number of GPUs that fits")
-@click.option("--methods", metavar="NAMES", help=METHODS_HELP)
+@click.option("--methods", type=NameList("method", get_args(Method)), metavar="NAMES", help=METHODS_HELP)
 @click.option("--method", type=click.Choice(list(METHODS)), help=METHOD_HELP)
 @click.option("--serve", is_flag=True, help=SERVE_HELP)
 @click.option("--rollout", type=JsonObject(), metavar="NAME=VALUE,...", help=ROLLOUT_HELP)
@@ -145,11 +129,13 @@ def _engines(context: click.Context, parameter: click.Parameter, value: str) -> 
 @click.option(
     "--details", is_flag=True, help="print all figures of the best layout, and why each rejected layout does not fit"
 )
-@click.option("--columns", metavar="NAMES", callback=_columns, help=COLUMNS_HELP)
+@click.option("--columns", type=NameList("column", COLUMNS), metavar="NAMES", help=COLUMNS_HELP)
 @click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="number of layouts to print")
 @click.option("--precision", type=click.Choice(PRECISIONS), help=f"[{PRECISION_HELP}]")
 @add_options(*(click.option("--" + name.replace("_", "-"), name, **of) for name, of in WORK.items()))
-@click.option("--engine", "engines", metavar="NAMES", default="deepspeed", callback=_engines, help=ENGINE_HELP)
+@click.option(
+    "--engine", "engines", type=NameList("engine", SEARCHED), metavar="NAMES", default="deepspeed", help=ENGINE_HELP
+)
 @click.option("--zero-stage", type=click.IntRange(0, 3), help="ZeRO stage [any that fits]")
 @click.option("--offload", type=click.Choice(OFFLOADS), help="device of the optimizer states [any that fits]")
 @click.option(
@@ -175,7 +161,7 @@ def plan(ctx: click.Context, model: str | None, as_json: bool, **options: Any) -
     # As in `simulate`, the table is shown as soon as it is known (`on_plan`): --confirm and --write simulate after it.
     refuse_unread(ctx)
     show_mesh, methods, details = (options.pop(name) for name in ("show_mesh", "methods", "details"))
-    columns = options.pop("columns")
+    columns = options.pop("columns") or ()
     if options["serve"]:
         serving = answer(lambda: _serve(model, options), as_json, show_serving)
         sys.exit(0 if serving.engine.fits else FINDING)
@@ -204,13 +190,13 @@ def refuse_unread(ctx: click.Context) -> None:
         fail(list(problems), BAD_INPUT, ctx.params["as_json"])
 
 
-def _compare(model: str | None, options: dict[str, object], methods: str) -> MethodComparison:
-    from zerofit.app.planning.training_methods import compare_methods, read_methods
+def _compare(model: str | None, options: dict[str, object], methods: tuple[Method, ...]) -> MethodComparison:
+    from zerofit.app.planning.training_methods import compare_methods
 
     request, kinds = _read_request(model, options)
     kind = _only_kind(kinds, "--methods")
     with EventConsole() as console:
-        return compare_methods(request, read_methods(methods), kind, on_event=console)
+        return compare_methods(request, methods, kind, on_event=console)
 
 
 def _serve(model: str | None, options: dict[str, Any]) -> ServingPlan:

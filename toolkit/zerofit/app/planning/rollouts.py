@@ -181,7 +181,7 @@ def plan_rollouts(
     """
     report, method = Reporter(on_event), METHODS[name]
     settings = _checked_settings(name, request, cluster, values)
-    assert isinstance(request.model, str)  # `_checked_settings` refuses a stored profile
+    assert isinstance(request.model, str)  # the command refuses a stored profile
     # completions that a step cannot separate: all answers to a prompt are scored together, and a pair is compared
     group = settings.num_generations if method.scores_first else 2 if method.pairs else 1
     request = _data_parallel(request, cluster, group)
@@ -216,9 +216,6 @@ def _checked_settings(
     # All combinations that no trainer supports are refused before a model is traced, which takes seconds.
     problems, method = Problems(), METHODS[name]
     settings = problems.attempt(lambda: RolloutSettings.read(dict(values), SETTINGS))
-    for value, flag in ((request.profile, "--profile"), (request.maximum, "--max"), (request.minimum, "--min")):
-        if value:
-            problems.add("usage", f"--method and {flag} cannot be combined", "use one of them", f"--method, {flag}")
     if (kind := request.pins.get("activation_checkpointing")) == "selective":
         flag = switch("activation_checkpointing", kind)
         message = "TRL, verl and OpenRLHF (--method) do not support selective checkpointing"

@@ -12,13 +12,11 @@ from zerofit.app.planning.planner import plan_for
 from zerofit.app.planning.request import PlanningRequest
 from zerofit.app.planning.search_setup import setup_of
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.partial_training import PART_FIELDS, Method
 
 USUAL_RANK = 8  # rank of adapters without --lora; peft's default
 USUAL_BITS = "nf4"  # for "qlora"
-METHODS: tuple[Method, ...] = get_args(Method)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,26 +69,14 @@ class MethodComparison:
         }
 
 
-def read_methods(words: str) -> tuple[Method, ...]:
-    """Read a list of methods such as "full,lora". Raises UserError."""
-    named = list(dict.fromkeys(word.strip() for word in words.split(",") if word.strip()))
-    if unknown := [word for word in named if word not in METHODS] or ([] if named else [words]):
-        message, hint = f"--methods {words}: unknown method {unknown[0]!r}", f"use {', '.join(METHODS)}"
-        raise UserError(Problem(kind="usage", message=message, hint=hint, where="--methods"))
-    return tuple(method for method in METHODS if method in named)
-
-
 def compare_methods(
     request: PlanningRequest, methods: Sequence[Method], cluster: Cluster, *, on_event: OnEvent | None = None
 ) -> MethodComparison:
     """Return the plan of each method, and the longest sequence that fits by forecast with each."""
-    problems, report = Problems(), Reporter(on_event)
-    for value, flag in ((request.profile, "--profile"), (request.maximum, "--max"), (request.minimum, "--min")):
-        if value:
-            problems.add("usage", f"--methods with {flag}", "use one of them", f"--methods, {flag}")
-    problems.raise_if_any()
+    report = Reporter(on_event)
     report.note(*request.notes)
-    rows = tuple(_fit_of_method(method, request, cluster, report) for method in methods)
+    ordered = [method for method in get_args(Method) if method in methods]
+    rows = tuple(_fit_of_method(method, request, cluster, report) for method in ordered)
     return MethodComparison(cluster=cluster, rows=rows)
 
 
