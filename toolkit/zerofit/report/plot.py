@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, cast
+from typing import TYPE_CHECKING, Any
 
 from zerofit.spec.errors import Problems
 from zerofit.spec.files import number_in, read_jsonl, refuse_target
@@ -20,16 +20,6 @@ if TYPE_CHECKING:
 # Pictures are drawn with matplotlib's Figure class instead of pyplot: no global state, no window, any thread.
 Record = dict[str, object]  # a line of metrics.jsonl or events.jsonl
 PICTURES = (".png", ".pdf", ".svg")
-
-
-class MeasuredTrial(TypedDict):
-    """The part of a trial in `zerofit tune --json` that a picture shows."""
-
-    status: str  # "ok" if it was measured
-    zero_stage: int
-    global_batch: int
-    forecast_step_s: float
-    measured_step_s: float
 
 
 def draw(runs: list[Path], out: Path) -> dict[str, object]:
@@ -151,7 +141,7 @@ def _draw_loads(axes: Axes, steps: list[Record], label: str) -> None:
     axes.set_ylabel("tokens of the busiest and the least\nbusy expert, relative to an even share")
 
 
-def draw_trials(trials: Sequence[Mapping[str, object]], out: Path) -> None:
+def draw_trials(trials: Sequence[Mapping[str, Any]], out: Path) -> None:
     """Draw tune's trials into a PNG: forecast and measured step times, and the best speed.
 
     `trials` has the form of `zerofit tune --json`.
@@ -160,7 +150,7 @@ def draw_trials(trials: Sequence[Mapping[str, object]], out: Path) -> None:
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     times, best = figure.subplots(1, 2)
-    good = [(n, cast(MeasuredTrial, t)) for n, t in enumerate(trials, start=1) if t["status"] == "ok"]
+    good = [(n, trial) for n, trial in enumerate(trials, start=1) if trial["status"] == "ok"]  # those were measured
     # The color of a point is the ZeRO stage.
     for number, trial in good:
         times.plot(trial["forecast_step_s"], trial["measured_step_s"], "o", color=f"C{trial['zero_stage']}")
@@ -177,6 +167,6 @@ def draw_trials(trials: Sequence[Mapping[str, object]], out: Path) -> None:
     for number, trial in enumerate(trials, start=1):
         if trial["status"] != "ok":
             best.axvline(number, color="gray", linestyle=":")
-            best.annotate(str(trial["status"]), (number, min(rates.values())), fontsize=8, rotation=90)
+            best.annotate(trial["status"], (number, min(rates.values())), fontsize=8, rotation=90)
     best.set(xlabel="trial", ylabel="samples per second; line: best so far")
     figure.savefig(out, dpi=120)
