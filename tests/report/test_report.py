@@ -89,6 +89,7 @@ REPLAY = Replay(
     cause="overflow-of-fp16",
     summary="fp16 overflows.",
     step=23,
+    start="/runs/a/checkpoints/step-00000020",
     start_step=20,
     precision="fp16",
     module="layers.1.mlp",
@@ -308,7 +309,7 @@ def test_figures_of_an_explanation_and_a_check(pages):
 def test_figures_of_a_failure_and_a_replay(pages):
     failed, replayed = text_of(pages["failure"]), text_of(pages["replay"])
     assert "explained: crash" in failed and "Changes that help" in failed and "not simulated" not in failed
-    for text in ("Overflow of fp16", "layers.1.mlp", "model.py:9", "step 20, in fp16", "up to 65504"):
+    for text in ("Overflow of fp16", "layers.1.mlp", "model.py:9", "step-00000020 (step 20), in fp16", "up to 65504"):
         assert text in replayed
 
 

@@ -15,7 +15,6 @@ from zerofit.cli.answer import R
 from zerofit.cli.console import (
     EventConsole,
     answer_watched,
-    first_names,
     fitting_table,
     out,
     print_facts,
@@ -24,14 +23,13 @@ from zerofit.cli.console import (
 from zerofit.cli.options import AS_JSON, PATH, TRUST_MODEL_CODE, Group
 from zerofit.spec.events import OnEvent
 from zerofit.spec.model_facts import PRECISIONS
-from zerofit.spec.units import counted, shown_bytes
+from zerofit.spec.units import counted, first_names, shown_bytes
 
 if TYPE_CHECKING:
     from zerofit.app.checkpoints import Checkpoint, CheckpointDescription, CheckpointList, VerifyResult
     from zerofit.checkpoint.conversion import ConvertResult
     from zerofit.checkpoint.diff import CheckpointDiff
     from zerofit.checkpoint.export import ExportResult
-    from zerofit.spec.run_folder import Layout
 
 # exit codes, as of cmp: 1 for a difference, 2 for a checkpoint that cannot be used
 DIFFERENT, DAMAGED = 1, 2
@@ -206,7 +204,7 @@ def show_list(result: CheckpointList) -> None:
                 "saved": _moment(row.created) if known else "?",
                 "size": shown_bytes(row.bytes or 0) if known else "?",
                 "ranks": str(row.world_size) if row.world_size else "?",
-                "layout": _layout(row.layout) if row.layout else "?",
+                "layout": str(row.layout or "?"),
                 "samples": f"{row.samples:,}" if row.samples is not None else "?",
                 "program": row.program,
             }
@@ -230,37 +228,22 @@ def show_list(result: CheckpointList) -> None:
 
 def show_description(result: CheckpointDescription) -> None:
     """Print the facts of one checkpoint."""
-    console = out()
-    # Only zerofit's own checkpoints have these facts of the run.
-    if result.batch is None or result.world_size is None:
-        _show_foreign(result)
-        return
-    console.print(f"STEP {result.step} of {result.steps}  {result.path}", style="bold", soft_wrap=True)
-    layout = _layout(result.layout) if result.layout else "?"
+    console, batch = out(), result.batch
+    # Another program's checkpoint has a name, but neither task, data, batch nor steps.
+    of = f" of {result.steps}" if result.steps else ""
+    console.print(f"STEP {result.step}{of}  {result.path}", style="bold", soft_wrap=True)
+    task = f", {result.task}" if result.task else ""
     losses = {name: value for name, value in result.figures.items() if name == "loss" or name.startswith("valid")}
-    lines = {
-        "saved": f"{_moment(result.created)}, {shown_bytes(result.bytes or 0)} in {counted(len(result.files), 'file')}",
-        "model": f"{result.model} ({result.parameters:,} parameters, {result.task})",
-        "data": f"{result.data}, {result.samples:,} samples seen",
-        "layout": f"{layout}, {counted(result.world_size, 'rank')}",
-        "training": f"{result.precision}, {result.optimizer}, "
-        f"micro batch {result.batch.micro} x {result.batch.accumulation} accumulation steps",
-        "figures": ", ".join(f"{k} {v:.4g}" for k, v in losses.items() if isinstance(v, int | float)) or "-",
-        "versions": ", ".join(f"{name} {version}" for name, version in result.versions.items()),
-    }
-    print_facts(console, lines.items(), indent=11)
-
-
-def _show_foreign(result: CheckpointDescription) -> None:
-    """Print the facts of another program's checkpoint."""
-    console = out()
-    console.print(f"STEP {result.step}  {result.path}", style="bold", soft_wrap=True)
+    micro = f"micro batch {batch.micro} x {batch.accumulation} accumulation steps" if batch else ""
     lines = {
         "what": result.name,
         "saved": f"{_moment(result.created)}, {shown_bytes(result.bytes or 0)} in {counted(len(result.files), 'file')}",
-        "model": f"{result.model or 'without config.json'} ({result.parameters:,} parameters)",
-        "training": ", ".join(filter(None, (result.precision, result.optimizer))) or None,
-        "versions": ", ".join(f"{name} {version}" for name, version in result.versions.items()) or None,
+        "model": f"{result.model or 'without config.json'} ({result.parameters:,} parameters{task})",
+        "data": f"{result.data}, {result.samples:,} samples seen" if result.data else "",
+        "layout": f"{result.layout}, {counted(result.world_size, 'rank')}" if batch and result.world_size else "",
+        "training": ", ".join(filter(None, (result.precision, result.optimizer, micro))),
+        "figures": ", ".join(f"{k} {v:.4g}" for k, v in losses.items() if isinstance(v, int | float)),
+        "versions": ", ".join(f"{name} {version}" for name, version in result.versions.items()),
     }
     print_facts(console, [(name, text) for name, text in lines.items() if text], indent=11)
 
@@ -323,13 +306,6 @@ def show_difference(result: CheckpointDiff) -> None:
 def _moment(created: object) -> str:
     """Return an ISO time without seconds and "T": "2026-11-28 01:09"."""
     return str(created)[:16].replace("T", " ")
-
-
-def _layout(layout: Layout) -> str:
-    """Return a layout as "ZeRO-2, dp 2 x tp 2"."""
-    degrees = {"dp": layout.dp, "tp": layout.tp, "pp": layout.pp, "sp": layout.sp}
-    shown = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
-    return f"ZeRO-{layout.zero_stage}" + (f", {shown}" if shown else "")
 
 
 def _rest(console: Console, rows: Sequence[object]) -> None:

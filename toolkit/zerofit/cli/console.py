@@ -17,8 +17,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
     Progress,
     ProgressColumn,
     SpinnerColumn,
@@ -37,6 +35,7 @@ from zerofit.cli.terminal import SafeText, safe_output, visible
 from zerofit.doctor.check import FAIL, OK, WARN, Check
 from zerofit.spec.events import Event
 from zerofit.spec.files import refuse_target
+from zerofit.spec.units import first_names
 
 STATUS_EVERY_S = 10.0  # seconds between status lines without a terminal
 PHASE_EVERY_S = 14.0  # seconds between lines of one phase
@@ -129,16 +128,12 @@ def _wrapped(console: Console, label: str, text: str, indent: int, hang: int) ->
     return wrapped.replace("\N{NO-BREAK SPACE}", " ")
 
 
-def labelled(label: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield a fact for each text, with the label only at the first one."""
-    for number, text in enumerate(texts):
-        yield "" if number else label, text
-
-
-def first_names(names: Sequence[str], most: int) -> str:
-    """Return the first names, and the number of the others: "a, b and 3 more"."""
-    others = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + others
+def labelled(facts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Yield the facts; of consecutive ones with the same label, only the first has it."""
+    former = ""
+    for label, text in facts:
+        yield "" if label == former else label, text
+        former = label
 
 
 def print_next(console: Console, commands: Iterable[Sequence[str]]) -> None:
@@ -190,8 +185,8 @@ class EventConsole:
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
             _Amount(),
-            _IfTotal(TimeRemainingColumn(compact=True)),
-            _IfTotal(BarColumn(bar_width=10)),
+            TimeRemainingColumn(compact=True),  # empty without a total
+            _Bar(bar_width=10),
             TextColumn("{task.fields[figures]}", markup=False),
             TextColumn("{task.fields[ranks]}", style="yellow", markup=False),
             console=self.console,
@@ -341,29 +336,20 @@ class _PlainTask:
         print(line, file=sys.stderr, flush=True)
 
 
-class _IfTotal(ProgressColumn):
-    """A column that is empty for tasks without an amount."""
-
-    def __init__(self, column: ProgressColumn) -> None:
-        super().__init__()
-        self._column = column
+class _Bar(BarColumn):
+    """A bar for tasks with an amount."""
 
     def render(self, task: Task) -> object:  # type: ignore[override]
-        # rich would show "-:--:--" and an empty bar
-        return self._column(task) if task.fields["unit"] else Text("")
+        return super().render(task) if task.fields["unit"] else ""
 
 
 class _Amount(ProgressColumn):
-    """A column that shows how many units are done; bytes are shown in MB."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._bytes, self._others = DownloadColumn(), MofNCompleteColumn()
+    """A column that shows how many units are done, and of how many; bytes are shown in MB."""
 
     def render(self, task: Task) -> Text:
-        if not task.fields["unit"]:
-            return Text("")
-        return (self._bytes if task.fields["unit"] == "bytes" else self._others).render(task)
+        unit = task.fields["unit"]
+        amounts = [_amount(int(n), unit) for n in (task.completed, task.total) if n is not None]
+        return Text(" of ".join(amounts) if unit else "")
 
 
 def _step_line(event: Event) -> str:

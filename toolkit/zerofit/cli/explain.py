@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from zerofit.app.explaining import explain as explain_what
-from zerofit.cli.console import answer_watched, first_names, labelled, out, print_facts, print_verdict
+from zerofit.cli.console import answer_watched, labelled, out, print_facts, print_verdict
 from zerofit.cli.options import AS_JSON, hardware_options
 from zerofit.cli.report import HTML
 from zerofit.cli.simulate import HARDWARE_FIELDS, SCRIPT, CommandAfterDashes, command_cluster, single_cluster
@@ -18,13 +18,12 @@ from zerofit.cli.simulate_show import CHANGES, KINDS, cost
 from zerofit.explain.result import Change, Explanation
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent
-from zerofit.spec.units import counted, shown_bytes
+from zerofit.spec.units import shown_bytes
 
 if TYPE_CHECKING:
     from zerofit.spec.cluster import Cluster
 
 NOT_KNOWN = 1
-MAX_RANKS = 8  # that a line names
 NO_CAUSE = "CAUSE UNKNOWN"
 
 
@@ -78,54 +77,27 @@ def show(result: Explanation) -> None:
     console.print()
     cause = result.cause.replace("-", " ").upper() if result.is_known else NO_CAUSE
     print_verdict(console, cause, result.summary, good=False)
-    print_facts(console, _facts(result))
+    print_facts(console, labelled(_facts(result)))
     if result.run_next:
         # The command is not wrapped, so that it can be copied.
         console.print(f"run next      {result.run_next}", soft_wrap=True)
 
 
 def _facts(result: Explanation) -> Iterator[tuple[str, str]]:
-    # The order is that of a reader's questions: why, where, when, which memory, and what to do.
-    yield from labelled("because", result.evidence)
-    if result.at:
-        function = f" ({result.function})" if result.function else ""
-        yield "your line", f"{result.at}{function}{f': {result.code}' if result.code else ''}"
-    if result.asked_by:
-        # Only a shortage of memory has a request; other failures have an exception.
-        yield "requested by" if result.place else "raised in", result.asked_by
-    if when := [*filter(None, [result.phase, f"after {counted(result.steps, 'logged step')}" if result.steps else ""])]:
-        yield "when", ", ".join(when)
-    if result.ranks:
-        yield "reported by", f"rank{'s' * (len(result.ranks) > 1)} {first_names(result.ranks, MAX_RANKS)}"
-    if memory := list(_memory(result)):
-        yield "memory", ", ".join(memory)
+    yield from result.facts()
     total = sum(result.alive.values())
-    parts = [f"{shown_bytes(size):<9} {size / total:>4.0%}  {kind}" for kind, size in result.alive.items() if size]
-    yield from labelled("alive", parts)
-    lines = [f"{shown_bytes(line.bytes):<9} {line.place} ({line.function}), {line.kind}" for line in result.lines]
-    yield from labelled("lines", lines)
+    for kind, size in result.alive.items():
+        if size:
+            yield "alive", f"{shown_bytes(size):<9} {size / total:>4.0%}  {kind}"
+    for line in result.lines:
+        yield "lines", f"{shown_bytes(line.bytes):<9} {line.place} ({line.function}), {line.kind}"
     if result.forecast:
         at = f" in {result.forecast.phase}" if result.forecast.phase else ""
         kinds = sorted(result.forecast.kinds.items(), key=lambda entry: -entry[1])[:KINDS]
         largest = "; at its peak " + ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in kinds) if kinds else ""
         yield "forecast", f"{shown_bytes(result.forecast.allocated_bytes)} in tensors{at}{largest}"
-        yield from labelled("differs", result.forecast.parts)
-    yield from labelled("to make room" if result.place else "try", list(_changes(result.changes)))
-
-
-def _memory(result: Explanation) -> Iterator[str]:
-    figures = result.figures
-    parts = {
-        "requested": figures.asked_bytes,
-        "total": figures.total_bytes,
-        "in tensors": figures.allocated_bytes,
-        "unused by torch": figures.unallocated_bytes,
-        "outside of torch": figures.beside_bytes,
-        "free": figures.free_bytes,
-    }
-    for name, size in parts.items():
-        if size is not None:
-            yield f"{shown_bytes(size)} {name}"
+        yield from (("differs", part) for part in result.forecast.parts)
+    yield from (("to make room" if result.place else "try", change) for change in _changes(result.changes))
 
 
 def _changes(changes: Sequence[Change]) -> Iterator[str]:

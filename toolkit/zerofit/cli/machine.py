@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from zerofit.cli.answer import answer
-from zerofit.cli.console import EventConsole, err, fitting_table, out, print_facts, print_verdict, show_checks
+from zerofit.cli.console import EventConsole, fitting_table, out, print_facts, print_verdict, show_checks
 from zerofit.cli.options import AS_JSON, PATH, Number
 from zerofit.doctor.check import FAIL, OK, WARN, Check
 from zerofit.launch.hostfile import Host, read_hostfile
@@ -130,11 +129,9 @@ def _calibrate(budget_s: float) -> dict[str, object]:
     cluster, versions = Cluster.here(), {name: importlib.metadata.version(name) for name in VERSIONS}
     start = time.perf_counter()
     ranks, threads = cluster.gpus, max(1, usable_cores() // cluster.gpus)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=err(), transient=True) as progress:
-        task = progress.add_task("", total=None)
-        job = MeasurementJob(ranks=ranks, threads=threads, seconds=budget_s, by_shape=True)
-        by_rank = measured(job, ranks, lambda phase: progress.update(task, description=phase))
+    job = MeasurementJob(ranks=ranks, threads=threads, seconds=budget_s, by_shape=True)
+    with EventConsole() as console:
+        by_rank = measured(job, ranks, Reporter(console).status)
     about = {
         "kind": cluster.device.kind,
         # torch has names only for GPUs.

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
 from zerofit.app.replaying import WidePrecision
 from zerofit.app.replaying import replay as replay_run
-from zerofit.cli.console import answer_watched, first_names, labelled, out, print_facts, print_verdict
+from zerofit.cli.console import answer_watched, labelled, out, print_facts, print_verdict
 from zerofit.cli.options import AS_JSON, PATH, TRUST_MODEL_CODE
 from zerofit.cli.report import HTML
 from zerofit.explain.not_finite import Replay
 from zerofit.spec.events import OnEvent
 
 NOTHING = 1
-MAX_SAMPLES = 8  # that a line names
 
 
 @click.command()
@@ -62,24 +60,4 @@ def show(result: Replay) -> None:
     console.print()
     verdict = result.cause.replace("-", " ").upper() if result.is_known else "NOTHING FOUND"
     print_verdict(console, verdict, result.summary, good=False)
-    print_facts(console, _facts(result))
-
-
-def _facts(result: Replay) -> Iterator[tuple[str, str]]:
-    if result.step is not None:
-        rank = f", rank {result.rank}" if result.rank is not None else ""
-        yield "when", f"step {result.step}{f', {result.phase}' if result.phase else ''}{rank}"
-    # Which of these are known depends on the cause: a damaged weight has no operation.
-    place = {"module": result.module, "operation": result.op, "tensor": result.tensor, "line": result.line}
-    yield from ((label, text) for label, text in place.items() if text)
-    yield from labelled("inputs", result.inputs)
-    if result.samples:
-        yield "samples", f"{first_names(list(map(str, result.samples)), MAX_SAMPLES)} (indices in the training data)"
-    yield from labelled("because", result.evidence)
-    if result.advice:
-        yield "to do", result.advice
-    # Equal losses show that the replay repeats the run, so its cause is the run's cause.
-    start = f"{Path(result.start).name} (step {result.start_step})" if result.start else "the first step"
-    yield "started at", f"{start}, in {result.precision}"
-    if result.compared_losses:
-        yield "losses", f"{result.equal_losses} of {result.compared_losses} equal the run's losses, bit for bit"
+    print_facts(console, labelled(result.facts()))

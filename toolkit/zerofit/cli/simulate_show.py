@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 
 from rich.console import Console
 from rich.text import Text
@@ -69,13 +68,12 @@ def _needs(result: Simulation) -> str:
 
 
 def _facts(result: Simulation) -> Iterator[tuple[str, str]]:
-    layout = " x ".join(f"{k} {v}" for k, v in asdict(result.layout).items() if k != "zero_stage" and v > 1)
     place = f" ({describe_rank(result.rank, result.layout)})" if result.layout.combined else ""
-    words = [f"rank {result.rank} of {result.world_size}{place}", f"ZeRO-{result.layout.zero_stage}", layout]
+    layout = str(result.layout)
     if isinstance(result.run, SimulatedScript) and not result.run.facts.engines:
-        words[1:] = [result.run.facts.sharding]
-    ranks = ", ".join(filter(None, words))
-    yield "run", f"{result.run.model}, {ranks}"
+        layout = result.run.facts.sharding
+    ranks = f"rank {result.rank} of {result.world_size}{place}"
+    yield "run", ", ".join(filter(None, (result.run.model, ranks, layout)))
     yield "", _run_settings(result.run) if isinstance(result.run, SimulatedRun) else _script_settings(result.run)
     step = f" of step {result.peak_step + 1}" if result.peak_step >= 0 else ""
     module = f", module {result.peak_at.module}" if result.peak_at.module else ""
@@ -225,11 +223,11 @@ def show_knobs(result: Simulation, details: bool) -> None:
             leanest = min(ranked[CHANGES - 1 :], key=lambda row: row.peak_bytes)
             ranked = [*ranked[: CHANGES - 1], leanest if label == NOT_ENOUGH else ranked[CHANGES - 1]]
         width = max((len(cost(row.slowdown)) + 2 for row in ranked if row.slowdown is not None), default=0)
-        sizes = [shown_bytes(row.reserved_bytes + row.outside_bytes) for row in ranked]
-        facts = [
-            f"{size:<8}  {cost(row.slowdown):<{width}}{row.change}" for size, row in zip(sizes, ranked, strict=True)
-        ]
-        print_facts(console, labelled(label, facts), hang=10 + width)
+        facts = []
+        for row in ranked:
+            size = shown_bytes(row.reserved_bytes + row.outside_bytes)
+            facts.append((label, f"{size:<8}  {cost(row.slowdown):<{width}}{row.change}"))
+        print_facts(console, labelled(facts), hang=10 + width)
     if not details:
         how = "as a picture: --plot memory.png    " if isinstance(result.run, SimulatedRun) else ""
         # A script's change names a file that does not exist.

@@ -26,7 +26,7 @@ from zerofit.models.names import model_table
 from zerofit.report.run_history import FIGURES
 from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.spec.foreign import Unreadable, read_json
-from zerofit.spec.run_folder import RunFolder
+from zerofit.spec.run_folder import RunFolder, layout_words
 from zerofit.spec.units import counted, shown_bytes, shown_score
 from zerofit.watch.follow import follow
 
@@ -137,10 +137,8 @@ def _follow() -> NoReturn:
 
 def show(result: TrainingResult) -> None:
     """Print the result of a run."""
-    layout = ", ".join(f"{k} {v}" for k, v in result.layout.items() if v > 1 and k != "zero_stage")
     ranks = counted(result.world_size, "rank")
-    zero = f"ZeRO-{result.layout['zero_stage']}"
-    click.echo(f"\nDONE  {counted(result.steps, 'step')} on {ranks}, {zero}{f', {layout}' if layout else ''}")
+    click.echo(f"\nDONE  {counted(result.steps, 'step')} on {ranks}, {layout_words(result.layout)}")
     figures = {"training loss": shown_score(result.train_loss)}
     figures |= {f"validation {name}": shown_score(value) for name, value in result.eval.items()}
     if result.unigram_entropy_nats is not None:

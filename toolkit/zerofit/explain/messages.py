@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from zerofit.explain.log import LogLine
+from zerofit.spec.units import shown_bytes
 
 DEVICE, HOST, SHARED, KERNEL = "device", "host", "shared memory", "kernel"
 
@@ -69,6 +70,17 @@ class MemoryFigures:
         if self.total_bytes is None or self.free_bytes is None or self.reserved_bytes is None:
             return None
         return max(0, self.total_bytes - self.free_bytes - self.reserved_bytes)
+
+    def __str__(self) -> str:
+        parts = {
+            "requested": self.asked_bytes,
+            "total": self.total_bytes,
+            "in tensors": self.allocated_bytes,
+            "unused by torch": self.unallocated_bytes,
+            "outside of torch": self.beside_bytes,
+            "free": self.free_bytes,
+        }
+        return ", ".join(f"{shown_bytes(size)} {name}" for name, size in parts.items() if size is not None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import NotRequired, TypedDict
 
 from zerofit.explain.result import UNKNOWN
 from zerofit.spec.files import field_data
+from zerofit.spec.units import first_names
 
 # Causes, in the order in which they are checked. The first cause that the findings show is the answer.
 BAD_WEIGHTS = "bad-weights"  # not finite when the replay started
@@ -18,6 +20,7 @@ LEARNING_RATE = "learning-rate"  # weights or loss grew step by step before
 LOSS_SCALE = "loss-scale"  # a gradient overflows only because of the scale
 FP16_OVERFLOW = "fp16-overflow"  # finite in float32
 OPERATION = "operation"  # log of zero, division by zero, ...
+MAX_SAMPLES = 8  # that a line names
 GREW = 3.0  # training diverges if the loss grew by this factor over its lowest value, or the weights over their first
 LEAST_LOSS = 1e-6  # smaller losses count as this
 LARGEST = {"float16": 65504.0, "bfloat16": 3.39e38}
@@ -131,6 +134,26 @@ class Replay:
     def title(self) -> str:
         """The title: the cause of the loss that is not finite."""
         return f"replay: {self.cause.replace('-', ' ')}"
+
+    def facts(self) -> Iterator[tuple[str, str]]:
+        """Yield facts (label and text): the place and its numbers, what to do, and what was repeated."""
+        if self.step is not None:
+            rank = f", rank {self.rank}" if self.rank is not None else ""
+            yield "when", f"step {self.step}{f', {self.phase}' if self.phase else ''}{rank}"
+        # Which of these are known depends on the cause: a damaged weight has no operation.
+        place = {"module": self.module, "operation": self.op, "tensor": self.tensor, "line": self.line}
+        yield from ((label, text) for label, text in place.items() if text)
+        yield from (("inputs", text) for text in self.inputs)
+        if self.samples:
+            yield "samples", f"{first_names(list(map(str, self.samples)), MAX_SAMPLES)} (indices in the training data)"
+        yield from (("because", reason) for reason in self.evidence)
+        if self.advice:
+            yield "to do", self.advice
+        # Equal losses show that the replay repeats the run, so its cause is the run's cause.
+        start = f"{PurePath(self.start).name} (step {self.start_step})" if self.start else "the first step"
+        yield "started at", f"{start}, in {self.precision}"
+        if self.compared_losses:
+            yield "losses", f"{self.equal_losses} of {self.compared_losses} equal the run's losses, bit for bit"
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON of `zerofit replay --json`."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from zerofit.explain.messages import MemoryFigures, Shortage
 from zerofit.explain.progress import Progress
 from zerofit.explain.tracebacks import CodeFrame
 from zerofit.spec.files import field_data
+from zerofit.spec.units import counted, first_names
 
 UNKNOWN = "unknown"  # the cause if the evidence shows none
 # steps after which the optimizer's states exist, so a step needs no more memory than the previous step
 LATER = 2
+MAX_RANKS = 8  # that a line names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +87,23 @@ class Explanation:
     def is_shortage(self) -> bool:
         """Whether memory ran out and the cause is known."""
         return self.is_known and bool(self.place)
+
+    def facts(self) -> Iterator[tuple[str, str]]:
+        """Yield facts (label and text) in the order of a reader's questions: why, where, when, which memory."""
+        yield from (("because", reason) for reason in self.evidence)
+        if self.at:
+            function = f" ({self.function})" if self.function else ""
+            yield "your line", f"{self.at}{function}{f': {self.code}' if self.code else ''}"
+        if self.asked_by:
+            # Only a shortage of memory has a request; other failures have an exception.
+            yield "requested by" if self.place else "raised in", self.asked_by
+        steps = f"after {counted(self.steps, 'logged step')}" if self.steps else ""
+        if when := ", ".join(filter(None, (self.phase, steps))):
+            yield "when", when
+        if self.ranks:
+            yield "reported by", f"rank{'s' * (len(self.ranks) > 1)} {first_names(self.ranks, MAX_RANKS)}"
+        if memory := str(self.figures):
+            yield "memory", memory
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON of `zerofit explain --json`."""

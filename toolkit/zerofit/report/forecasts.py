@@ -20,6 +20,7 @@ from zerofit.report.page import (
     named,
     table_of,
 )
+from zerofit.spec.run_folder import layout_words
 from zerofit.spec.units import counted, shown_bytes, shown_count
 
 MOMENTS = 1500  # of each timeline, if a page has at most three
@@ -46,12 +47,6 @@ def verdict_tone(verdict: str, fits: bool) -> Tone:
 def cost(slowdown: float | None) -> str:
     """Return a forecast slowdown as text, e.g. "+5.0%"."""
     return "" if slowdown is None else f"{slowdown:+.1%}"
-
-
-def layout_words(layout: Mapping[str, object]) -> str:
-    """Return a layout as "ZeRO-2, dp 4", with the degrees above 1."""
-    axes = [f"{axis} {size}" for axis, size in layout.items() if axis != "zero_stage" and size not in (1, None)]
-    return ", ".join([f"ZeRO-{layout.get('zero_stage', 0)}", *axes])
 
 
 def simulation_answer(found: SimulationAnswer) -> Answer:

@@ -38,14 +38,6 @@ from zerofit.spec.errors import Problems
 from zerofit.spec.foreign import refused
 from zerofit.spec.units import counted, shown_bytes
 
-FIGURES = {  # figures of an error, and their labels
-    "asked_bytes": "requested",
-    "total_bytes": "total",
-    "allocated_bytes": "in tensors",
-    "reserved_bytes": "reserved by torch",
-    "process_bytes": "this process",
-    "free_bytes": "free",
-}
 PHASES = {  # of a step's time
     "generate_s": "generate",
     "logprobs_s": "log-probs",
@@ -55,22 +47,11 @@ PHASES = {  # of a step's time
 }
 
 
-def _of_cause(found: Explanation | Replay, unknown: str, facts: list[tuple[str, str]]) -> Answer:
-    """Return the answer that names a cause, or `unknown`. Its name on the page is that of its source alone."""
+def cause_answer(found: Explanation | Replay) -> Answer:
+    """Return the cause of a failure, with the evidence. Its name on the page is that of its source alone."""
+    unknown = "Cannot know" if isinstance(found, Explanation) else "Nothing found"
     verdict, tone = (found.cause.replace("-", " ").capitalize(), "bad") if found.is_known else (unknown, "warn")
-    return Answer(name="", verdict=verdict, tone=tone, summary=found.summary, facts=facts)
-
-
-def explanation_answer(found: Explanation) -> Answer:
-    """Return the cause of an out-of-memory error (or another failure), with the evidence."""
-    facts = [("because", reason) for reason in found.evidence]
-    facts += [("your line", " ".join(filter(None, (found.at, found.code))))]
-    facts += [("requested by" if found.place else "raised in", found.asked_by)]
-    facts += [("phase", found.phase), ("steps before", str(found.steps or ""))]
-    facts += [("reported by ranks", ", ".join(found.ranks))]
-    sizes = {label: getattr(found.figures, key) for key, label in FIGURES.items()}
-    facts += [(label, shown_bytes(size)) for label, size in sizes.items() if size is not None]
-    return _of_cause(found, "Cannot know", facts)
+    return Answer(name="", verdict=verdict, tone=tone, summary=found.summary, facts=list(found.facts()))
 
 
 def explanation_sections(found: Explanation) -> Iterator[Section]:
@@ -103,15 +84,6 @@ def explanation_sections(found: Explanation) -> Iterator[Section]:
         title="Changes that make room" if found.place else "Changes that help", blocks=table_of(changes, tones=listed)
     )
     yield Section(title="The error", blocks=[Code(text=found.message)] if found.message else [])
-
-
-def replay_answer(found: Replay) -> Answer:
-    """Return the cause of a loss that is not finite, and where the replay first found it."""
-    facts = [("step", str(found.step or "")), ("rank", "" if found.rank is None else str(found.rank))]
-    facts += [(label, getattr(found, label)) for label in ("phase", "module", "op", "tensor", "line")]
-    facts += [*(("input", text) for text in found.inputs), *(("because", text) for text in found.evidence)]
-    facts += [("to do", found.advice), ("started at", f"step {found.start_step}, in {found.precision}")]
-    return _of_cause(found, "Nothing found", facts)
 
 
 def check_answer(found: CheckAnswer) -> Answer:
@@ -285,8 +257,8 @@ KINDS: dict[type, tuple[str, Callable[..., Answer]]] = {  # name in `zerofit rep
     ServingAnswer: ("serving", serving_answer),
     RolloutAnswer: ("rollout", rollout_answer),
     TuneAnswer: ("tune", tune_answer),
-    Explanation: ("explanation", explanation_answer),
-    Replay: ("replay", replay_answer),
+    Explanation: ("explanation", cause_answer),
+    Replay: ("replay", cause_answer),
     CheckAnswer: ("check", check_answer),
 }
 # each result of these kinds has its own sections; the others share tables and scales

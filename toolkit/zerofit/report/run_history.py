@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from zerofit.report.forecasts import layout_words
 from zerofit.report.page import Answer, Block, Chart, ChartLine, Section, Table, Tone, Unit, color_of, named, table_of
 from zerofit.report.plot import Record, evaluations, points, steps_of
 from zerofit.spec.errors import Problems
 from zerofit.spec.files import number_in, read_jsonl
 from zerofit.spec.foreign import Unreadable, read_json
-from zerofit.spec.run_folder import RunFolder
+from zerofit.spec.run_folder import RunFolder, layout_words
 from zerofit.spec.units import shown_bytes, shown_score
 
 MORE = 0.1  # a measured figure that exceeds its forecast by more than this share is marked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -105,6 +105,15 @@ class Layout:
     def as_dict(self) -> dict[str, int]:
         """Return the `layout` object of the command line's JSON."""
         return asdict(self)
+
+    def __str__(self) -> str:
+        return layout_words(self.as_dict())
+
+
+def layout_words(layout: Mapping[str, object]) -> str:
+    """Return a layout as "ZeRO-2, dp 4", with the degrees above 1."""
+    axes = [f"{axis} {size}" for axis, size in layout.items() if axis != "zero_stage" and size not in (1, None)]
+    return ", ".join([f"ZeRO-{layout.get('zero_stage', 0)}", *axes])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zerofit.spec.errors import Problem, UserError
@@ -53,6 +54,12 @@ def counted(number: int, noun: str) -> str:
     """
     ending = "es" if noun.endswith(("s", "x", "ch")) else "s"
     return f"{number:,} {noun}{ending if number != 1 else ''}"
+
+
+def first_names(names: Sequence[str], most: int) -> str:
+    """Return the first names, and the number of the others: "a, b and 3 more"."""
+    others = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + others
 
 
 def shown_score(value: float) -> str:

@@ -19,7 +19,7 @@ from zerofit.spec.files import atomic_write, number_in, parse_line
 from zerofit.spec.foreign import read_json, refused
 from zerofit.spec.partial_training import PART_FIELDS
 from zerofit.spec.run import Run, RunRequest, flag
-from zerofit.spec.run_folder import Job, Layout, RunFolder, Start
+from zerofit.spec.run_folder import Job, RunFolder, Start
 
 # What a start in a used folder resumes from: the newest checkpoint whose bytes verify. Newer, damaged checkpoints get a
 # note. All fields that decide the weights must be equal (SAME_RUN); other changes are notes. If the layout has
@@ -224,7 +224,7 @@ def _start_from(checkpoint: Path, manifest: Manifest, job: Job, folder: RunFolde
     for name in changed:
         report.note(f"{flag(name)} is now {new[name]} (was {old[name]})")
     if not same:
-        report.note(f"the layout changes from {_shown(manifest.job.layout)} to {_shown(job.layout)}")
+        report.note(f"the layout changes from {manifest.job.layout} to {job.layout}")
     was, batch = manifest.job.batch, job.batch
     # Measured shares of the same batch stay valid, so a resume does not measure again.
     same_batch = batch.limit and (was.limit, was.dp, was.micro) == (batch.limit, batch.dp, batch.micro)
@@ -246,8 +246,3 @@ def _refuse_another_run(old: dict[str, object], job: Job, folder: RunFolder, fie
         message = f"{folder.path} contains another run: {what}"
         hint = "use another --output; `--resume CHECKPOINT --output NEW` trains the checkpoint's weights on other data"
         raise UserError(Problem(kind="output-exists", message=message, hint=hint, where="--output"))
-
-
-def _shown(layout: Layout) -> str:
-    degrees = layout.as_dict().items()
-    return ", ".join(f"{name} {value}" for name, value in degrees if value > 1 or name in ("dp", "zero_stage"))
