@@ -61,7 +61,7 @@ def test_a_flag_that_the_answer_does_not_read_is_refused(tmp_path):
     [
         ("--methods", "full,prefix", "full, lora, qlora"),
         ("--columns", "MFU,speed", "MFU"),
-        ("--engine", "", "deepspeed"),
+        ("--engine", "fsdp3", "deepspeed"),
     ],
 )
 def test_unknown_names_are_refused_with_those_that_there_are(option, names, known):
