@@ -246,9 +246,9 @@ def shortest(tree) -> Iterator[str]:
     return map("".join, itertools.product(*parts))
 
 
-@pytest.mark.parametrize("kind", messages._SIGN_PATTERNS)
+@pytest.mark.parametrize("kind", messages.signs())
 def test_no_message_lacks_the_words_that_are_looked_for_first(kind):
-    pattern = messages._SIGN_PATTERNS[kind][1]
+    pattern = messages.signs()[kind].pattern
     texts = list(shortest(re._parser.parse(pattern.pattern)))  # pyright: ignore[reportAttributeAccessIssue]
     assert all(pattern.search(text) for text in texts)
     assert not [text for text in texts if not any(word in text for word in messages._WORDS)]

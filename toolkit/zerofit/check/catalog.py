@@ -16,16 +16,12 @@ from functools import cache, cached_property
 from importlib.resources import files
 from typing import Any, TypedDict
 
-import yaml
-
 from zerofit.check.dotted import get
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.extras import installed_version
-from zerofit.spec.files import cache_root, write_text
+from zerofit.spec.files import cache_root, packaged_yaml, write_text
 from zerofit.spec.local_machine import is_older
 
-# for zerofit's own YAML; libyaml is ten times as fast, and PyYAML without libyaml gives the same result
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 NEWEST = "0.19.8"  # the DeepSpeed version of data/
 DERIVED_WITH = (2, 14)  # the torch version with which data/ was derived
 
@@ -113,7 +109,7 @@ def read_data(name: str) -> Any:
     if not path.is_file():
         return None
     text = path.read_text(encoding="utf-8")
-    return json.loads(text) if name.endswith(".json") else yaml.load(text, LOADER)
+    return json.loads(text) if name.endswith(".json") else packaged_yaml(text)
 
 
 @cache

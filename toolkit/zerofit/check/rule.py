@@ -16,15 +16,14 @@ from importlib.resources import files
 from types import CodeType
 from typing import TypedDict
 
-import yaml
-
-from zerofit.check.catalog import LOADER, read_data
+from zerofit.check.catalog import read_data
 from zerofit.check.edit import Assignment, Edit, Removal
 from zerofit.check.finding import Effect, Finding, Severity
 from zerofit.check.rules.terms import FUNCTIONS, TERMS
 from zerofit.check.subject import CheckSubject
 from zerofit.features.optimizers import ENTRIES
 from zerofit.features.zero import ZERO_FEATURES
+from zerofit.spec.files import packaged_yaml
 
 PLACE = re.compile(r"\$\{(.+?)\}")  # an expression in a text
 
@@ -166,7 +165,7 @@ def rules() -> tuple[Rule, ...]:
 
 def rules_of(text: str) -> Iterator[Rule]:
     """Yield the rules of a YAML text: one for each entry, or for each item of an entry's `for`."""
-    for entry in yaml.load(text, LOADER):
+    for entry in packaged_yaml(text):
         for item in entry.pop("for", [{}]):
             # An item overrides fields of the entry and gives values for its <names>.
             fields = {**entry, **{name: item[name] for name in item if name in Rule.__dataclass_fields__}}

@@ -11,9 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import yaml
-
-from zerofit.spec.files import write_json
+from zerofit.spec.files import packaged_yaml, write_json
 from zerofit.spec.run import Run
 
 MOMENTUM = 0.9
@@ -113,5 +111,5 @@ def code_lines(source: str) -> int:
     return len(lines)
 
 
-_ENTRIES = yaml.safe_load((Path(__file__).parent / "strategies.yaml").read_text(encoding="utf-8"))
+_ENTRIES = packaged_yaml((Path(__file__).parent / "strategies.yaml").read_text(encoding="utf-8"))
 STRATEGIES = {entry["name"]: Strategy(**{"file": entry["name"].replace("-", "_"), **entry}) for entry in _ENTRIES}

@@ -1,11 +1,12 @@
-"""Choose the changes that help against a cause (changes.yaml), and commands to find one."""
+"""Choose the changes that help against a cause (shortages.yaml), and commands to find one."""
 
 from __future__ import annotations
 
 import re
 from functools import cache
-from importlib.resources import files
 from typing import Any
+
+from zerofit.explain.messages import read_data
 
 NVIDIA_SMI = "nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv"
 RSS = "print psutil.Process().memory_info().rss after each step: steady growth is a leak, a jump is a longer batch"
@@ -49,7 +50,7 @@ def for_device(text: str, message: str) -> str:
 
 def changes_for(cause: str, message: str = "") -> tuple[str, ...]:
     """Return the changes that help against a cause on the device of `message`."""
-    shared, changes = _changes()["shared"], _changes()["causes"].get(cause, ())
+    shared, changes = _data()["shared"], _data()["changes"].get(cause, ())
     useless = ()  # on a Mac or a CPU rank
     if "MPS backend" in message:  # CUDA has a service of that name
         useless = (shared["shard"], shared["offload"])
@@ -59,7 +60,5 @@ def changes_for(cause: str, message: str = "") -> tuple[str, ...]:
 
 
 @cache
-def _changes() -> dict[str, Any]:
-    import yaml  # needed only for a shortage of memory
-
-    return yaml.safe_load((files("zerofit.explain") / "changes.yaml").read_text(encoding="utf-8"))
+def _data() -> dict[str, Any]:
+    return read_data("shortages.yaml")

@@ -32,7 +32,7 @@ USUAL_FRAGMENTS = 0.05  # share of reserved memory that is unused in most health
 
 def cause_of(evidence: LogEvidence) -> Cause:
     """Return the cause that the evidence shows, or UNKNOWN with what to run next."""
-    kind = evidence.shortage.kind
+    kind = evidence.shortage.sign.kind
     for rule in _RULES.get(kind, ()):
         if cause := rule(evidence):
             return cause

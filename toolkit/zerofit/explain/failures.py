@@ -9,11 +9,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from itertools import accumulate, takewhile
 
 from zerofit.explain.log import LONGEST_TRACEBACK, TRACEBACK, LogLine
-from zerofit.explain.messages import ended_by, joined_message, shortened
+from zerofit.explain.messages import ended_by, joined_message, read_data, shortened
 from zerofit.explain.progress import Progress, went_on_after
 from zerofit.explain.tracebacks import CODE_LINE, ERROR_LINE
 
@@ -69,11 +68,8 @@ class FailureEntry:
 
 @cache
 def _entries(kind: str) -> tuple[FailureEntry, ...]:
-    import yaml  # most logs need no entry
-
-    text = (files("zerofit.explain") / "failures.yaml").read_text(encoding="utf-8")
     found = []
-    for entry in yaml.safe_load(text)[kind]:
+    for entry in read_data("failures.yaml")[kind]:
         pattern, changes = entry.pop("pattern"), tuple(entry.pop("changes", ()))
         if "signal" in entry:
             pattern += f"|{ended_by(entry.pop('signal'))}"

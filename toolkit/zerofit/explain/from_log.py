@@ -23,7 +23,7 @@ def explain_log(lines: Sequence[LogLine], source: str = "log") -> Explanation | 
     fatal = (
         shortage
         for shortage in shortages(lines)
-        if shortage.ends_process or not went_on_after(lines, shortage.line, progress)
+        if shortage.sign.ends_process or not went_on_after(lines, shortage.line, progress)
     )
     found = ranked(list(fatal))
     if found and found[0].is_certain:
@@ -61,7 +61,7 @@ def _of_failure(lines: Sequence[LogLine], failure: Failure, source: str) -> Expl
 
 def _of_shortage(lines: Sequence[LogLine], found: Sequence[Shortage], source: str) -> Explanation:
     shortage = found[0]
-    same = [other for other in found if other.kind == shortage.kind]
+    same = [other for other in found if other.sign == shortage.sign]
     # ranks share a device if they name the same device number, and each of them saw other processes on the device
     sharers = (other.rank for other in same if other.gpu == shortage.gpu and other.figures.other_bytes and other.rank)
     frames = frames_before(lines, shortage.line)
@@ -82,7 +82,7 @@ def _of_shortage(lines: Sequence[LogLine], found: Sequence[Shortage], source: st
     return Explanation(
         source=source,
         cause=cause.name,
-        place=shortage.place,
+        place=shortage.sign.place,
         summary=cause.summary,
         evidence=cause.evidence,
         message=shortage.message,

@@ -6,11 +6,15 @@ import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
 
 from zerofit.explain.log import LogLine
+from zerofit.spec.files import packaged_yaml
 from zerofit.spec.units import shown_bytes
 
-DEVICE, HOST, SHARED, KERNEL = "device", "host", "shared memory", "kernel"
+DEVICE, HOST = "device", "host"
 
 _UNITS = {"bytes": 0, "byte": 0, "b": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = r"(-?[\d.]+) ?(bytes|[KMGT]i?B)"  # torch and DeepSpeed mean 1024 by all units
@@ -84,11 +88,21 @@ class MemoryFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShortageSign:
+    """An entry of `messages` in shortages.yaml."""
+
+    kind: str
+    place: str  # DEVICE, HOST, "shared memory" or "kernel"
+    pattern: re.Pattern[str]
+    is_certain: bool = True
+    ends_process: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Shortage:
     """One message about missing memory."""
 
-    kind: str  # a name of _SIGNS
-    place: str  # DEVICE, HOST, SHARED or KERNEL
+    sign: ShortageSign
     message: str
     line: int  # in the log, from 1
     rank: str = ""
@@ -98,12 +112,7 @@ class Shortage:
     @property
     def is_certain(self) -> bool:
         """Whether this message always means a shortage of memory."""
-        return self.kind not in ("killed", "dataloader-killed", "notebook") and not _OTHERS_TOO.search(self.message)
-
-    @property
-    def ends_process(self) -> bool:
-        """Whether the message reports the end of a process. Other errors may be handled."""
-        return self.kind in ("kernel-oom", "scheduler", "killed", "dataloader-killed", "notebook")
+        return self.sign.is_certain and not _OTHERS_TOO.search(self.message)
 
 
 def ended_by(signal: int) -> str:
@@ -116,67 +125,22 @@ def ended_by(signal: int) -> str:
     )
 
 
-# kind -> (place, pattern). The first matching pattern gives a line its kind. The first kind in this order explains the
-# log: an error with figures explains more than the signal that followed it.
-_SIGNS: dict[str, tuple[str, str]] = {
-    "vllm": (
-        DEVICE,
-        r"No available memory for the cache blocks|is less than desired GPU memory utilization"
-        r"|To serve at least one request with the model"
-        r"|max seq len \(\d+\) is larger than the maximum|out of memory occurred when warming up"
-        r"|try to increase --mem-fraction-static",  # SGLang
-    ),
-    "torch": (DEVICE, _TORCH.pattern),
-    "kernel-oom": (HOST, r"Killed process \d+|oom-kill:constraint|out of memory: Killed|Memory cgroup out of memory"),
-    "scheduler": (
-        HOST,
-        r"oom[_-]kill event|OOM Killed|OOMKilled|task \d+: Out Of Memory|[Ee]xceeded (?:job|step) memory limit"
-        r"|exceeded memory limit|TERM_MEMLIMIT|OUT_OF_ME|cgroup out-of-memory handler|node running low on memory"
-        r"|killed due to memory pressure|low on resource: memory"
-        r"|PBS: job killed: mem|systemd-oomd\b.*Killed|earlyoom\b.*sending SIG|after using all available RAM",
-    ),
-    "shared-memory": (
-        SHARED,
-        r"out of shared memory|insufficient shared memory|unable to (?:open|resize|write to|allocate) shared memory"
-        r"|creating shared memory segment|No space left on device.*/dev/shm|/dev/shm.*No space left on device"
-        r"|unable to mmap \d+ bytes from file",
-    ),
-    "host-allocator": (
-        HOST,
-        r"(?:can't allocate memory|not enough memory): you tried to allocate|[Cc]annot allocate memory"
-        r"|ArrayMemoryError|Unable to allocate [\d.]+ \w+ for an array|bad_alloc|^MemoryError|ArrowMemoryError"
-        r"|cudaHostAlloc|cudaHostRegister|paging file is too small",
-    ),
-    "kernel-resources": (KERNEL, r"out of resource: |OutOfResources|too many resources requested for launch"),
-    "nccl": (
-        DEVICE,
-        r"Failed to CUDA (?:host )?(?:calloc|malloc)|Cuda failure(?: \d+)? '(?:out of memory)|NCCL.*out of memory"
-        r"|ncclUnhandledCudaError.*out of memory",
-    ),
-    "blas": (
-        DEVICE,
-        r"(?:CUBLAS|CUDNN|CUSPARSE|CUSOLVER|CUFFT|HIPBLAS|ROCBLAS|rocblas)_(?:STATUS_)?(?:ALLOC_FAILED|status_memory_error)"
-        r"|(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR|EXECUTION_FAILED)",
-    ),
-    "driver": (
-        DEVICE,
-        r"(?:CUDA|HIP|cuda|hip) ?(?:driver |runtime )?[Ee]rror(?: ?\(2\))?:? ?.*out of memory|[Ee]rror out of memory at"
-        r"|(?:UR_RESULT|PI|ZE_RESULT)_ERROR_OUT_OF_(?:DEVICE_MEMORY|RESOURCES)"  # Intel's, which torch does not catch
-        r"|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|out of memory at .*\.cu|outside PyTorch's allocator",
-    ),
-    "dataloader-killed": (
-        HOST,
-        r"DataLoader worker \(pid\(?s?\)? ?[\d, ]+\) (?:is killed by signal: Killed|exited unexp)",
-    ),
-    "killed": (
-        HOST,
-        ended_by(9) + r"|^zsh: killed\b|^\S*:? ?(?:line \d+: *)?(?:\d+ )?Killed\b|signal (?:9|KILL)\b|signal: killed"
-        r"|was killed \(SIGKILL\)",
-    ),
-    "notebook": (HOST, r"[Kk]ernel \S+ died, restarting|kernel appears to have died|Kernel crashed while executing"),
-    "xla": (DEVICE, r"RESOURCE_EXHAUSTED|ResourceExhaustedError|OOM when allocating tensor"),
-}
-_SIGN_PATTERNS = {kind: (place, re.compile(pattern)) for kind, (place, pattern) in _SIGNS.items()}
+def read_data(name: str) -> dict[str, Any]:
+    """Return the content of a YAML file of this package."""
+    return packaged_yaml((files("zerofit.explain") / name).read_text(encoding="utf-8"))
+
+
+@cache
+def signs() -> dict[str, ShortageSign]:
+    """Return the entries of `messages` in shortages.yaml by kind, in their order."""
+    found = {}
+    for entry in read_data("shortages.yaml")["messages"]:
+        endings = [ended_by(signal) for signal in entry.pop("signals", ())]
+        pattern = re.compile("|".join([*endings, *entry.pop("patterns")]))
+        found[entry["kind"]] = ShortageSign(pattern=pattern, **entry)
+    return found
+
+
 # Logs have millions of lines, and the patterns are slow. So a line is only read if it has one of these words.
 _WORDS = (
     *("out of memory", "Out of Memory", "Out Of Memory", "out-of-memory", "enough memory", "allocate memory"),
@@ -196,28 +160,28 @@ def shortages(lines: Sequence[LogLine]) -> list[Shortage]:
         text = line.text
         if not any(word in text for word in _WORDS) or text.lstrip().startswith(("File ", "#")):
             continue
-        kinds = ((kind, place) for kind, (place, pattern) in _SIGN_PATTERNS.items() if pattern.search(text))
-        if sign := next(kinds, None):
-            found.append(_shortage(*sign, lines, at))
+        if sign := next((sign for sign in signs().values() if sign.pattern.search(text)), None):
+            found.append(_shortage(sign, lines, at))
     return found
 
 
 def ranked(found: Sequence[Shortage]) -> list[Shortage]:
     """Return the messages that explain a failure, the most informative first."""
-    order = list(_SIGNS)
-    return sorted(found, key=lambda shortage: (order.index(shortage.kind), -shortage.figures.known, shortage.line))
+    order = list(signs())
+    return sorted(found, key=lambda shortage: (order.index(shortage.sign.kind), -shortage.figures.known, shortage.line))
 
 
-def _shortage(kind: str, place: str, lines: Sequence[LogLine], at: int) -> Shortage:
+def _shortage(sign: ShortageSign, lines: Sequence[LogLine], at: int) -> Shortage:
     line = lines[at]
     text = joined_message(lines, at)
-    found = Shortage(kind=kind, place=place, message=shortened(text), line=line.number, rank=line.rank)
-    if kind == "torch":
+    found = Shortage(sign=sign, message=shortened(text), line=line.number, rank=line.rank)
+    if sign.kind == "torch":
         gpu = _GPU.search(text)
         return replace(found, gpu=int(gpu[1]) if gpu else None, figures=device_figures(text))
-    if place == HOST:
+    if sign.place == HOST:
         # the kernel writes the limit of a control group some lines before the process that it kills
-        before = " ".join(line.text for line in lines[max(0, at - KERNEL_LINES) : at]) if kind == "kernel-oom" else ""
+        first = max(0, at - KERNEL_LINES) if sign.kind == "kernel-oom" else at
+        before = " ".join(line.text for line in lines[first:at])
         return replace(found, figures=_host_figures(text, before))
     if asked := re.search(r"(?:calloc|malloc)(?: async)? (\d+) bytes", text):
         return replace(found, figures=MemoryFigures(asked_bytes=int(asked[1])))

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from zerofit.spec.device_file import CATALOG
+from zerofit.spec.files import packaged_yaml
 
 
 class SourcedRate(NamedTuple):
@@ -18,10 +19,7 @@ class SourcedRate(NamedTuple):
 @cache
 def rate_catalog() -> dict[str, Any]:
     """Return the content of `catalog/rates.yaml`."""
-    import yaml  # most commands need no rate
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return yaml.load((CATALOG / "rates.yaml").read_text(encoding="utf-8"), loader)
+    return packaged_yaml((CATALOG / "rates.yaml").read_text(encoding="utf-8"))
 
 
 def rate_of(name: str) -> SourcedRate:

@@ -130,6 +130,14 @@ def parse_line(line: bytes) -> dict[str, object] | None:
     return value if isinstance(value, dict) else None
 
 
+def packaged_yaml(text: str) -> Any:
+    """Return the content of a YAML file that zerofit itself has written."""
+    import yaml  # takes 0.1 s; most commands need no YAML
+
+    # libyaml is ten times as fast, and PyYAML without libyaml gives the same result
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
 def number_in(record: Mapping[str, object], key: str) -> float | None:
     """Return the value of a record's numeric field; None if it has no number there."""
     value = record.get(key)
