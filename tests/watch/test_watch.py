@@ -20,7 +20,7 @@ from zerofit.launch.hostfile import Host
 from zerofit.watch.json_lines import ConnectionLost, JsonLineSocket
 from zerofit.watch.launch_spec import LaunchSpec, as_argument, from_argument, rank_of
 from zerofit.watch.rank_guard import RankGuard
-from zerofit.watch.supervise import STRANGERS, Hello, Watch, read_message
+from zerofit.watch.supervise import MESSAGE, STRANGERS, Hello, Watch
 
 BEAT = {"step": 3, "phase": "forward", "training": True, "still_s": 0.1, "silent_s": 0.1, "cpu_s": 1.0}
 BEAT |= {"warm": True, "collective": "all_reduce", "at": "train/loop.py:9", "resending": False, "state": "running"}
@@ -141,7 +141,7 @@ def test_a_guard_that_was_stopped_has_heard_its_rank_at_most_now():
     with subprocess.Popen(["sleep", "60"]) as process, closing(os.fdopen(reading)), closing(os.fdopen(writing, "w")):
         one = RankGuard(spec(1), 0, process, reading)
         one._heard = time.monotonic() + 0.09
-        assert read_message({"beat": one._beat()}).beat.silent_s == 0.0
+        assert MESSAGE.validate_python({"beat": one._beat()}).beat.silent_s == 0.0
         process.kill()
 
 

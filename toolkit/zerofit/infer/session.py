@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from accelerate import dispatch_model
 from accelerate.utils import find_tied_parameters, retie_parameters, set_module_tensor_to_device
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from zerofit.checkpoint.adapters import is_adapters
@@ -224,11 +223,9 @@ def _dispatched(saved: SavedModel, model: nn.Module, placement: Placement, repor
             if device == "disk" and name in parameters:
                 on_disk[name] = {"safetensors_file": str(path), "weight_name": key}
             else:
-                with safe_open(path, framework="pt") as file:
-                    value = file.get_tensor(key)
                 assert device is not None, name  # the map covers all tensors
                 target = placement.execution_device if device == "disk" else device
-                set_module_tensor_to_device(model, name, target, value=value)
+                set_module_tensor_to_device(model, name, target, value=_tensor(saved.weights, key))
             task.advance()
     # set_module_tensor_to_device puts a new parameter into the module, so tied modules no longer share one.
     retie_parameters(model, ties)
@@ -351,8 +348,4 @@ def _merged(saved: SavedModel, empty: nn.Module) -> list[PublishedTensor]:
 # The file is opened for one tensor only, since pages read through a memory map stay resident.
 def _tensor(weights: StoredWeights, name: str) -> Tensor:
     """Read one tensor."""
-    path = weights.tensors[name].file
-    if weights.pickled:
-        return load(path)[name]
-    with safe_open(path, framework="pt") as file:
-        return file.get_tensor(name)
+    return load(weights.tensors[name].file)[name]

@@ -15,7 +15,7 @@ Findings name problems, wasted memory, and the settings to change.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -28,7 +28,7 @@ from zerofit.plan.zero3_gather import gathered_to_score
 from zerofit.rollout.heads import TILE_TOKENS, TILE_WORDS
 from zerofit.rollout.methods import RolloutMethod, RolloutSettings
 from zerofit.rollout.vllm import GRAPHS_COUNTED, STEP, EngineMemory
-from zerofit.spec.profile import ModuleCall, Profile, setting
+from zerofit.spec.profile import LayerCost, ModuleCall, Profile, setting
 from zerofit.spec.units import shown_bytes
 
 GENERATE, REWARD, LOGPROBS, TRAIN, SYNC, SAVE = "generate", "reward", "log-probs", "train", "sync weights", "checkpoint"
@@ -181,10 +181,6 @@ class RolloutMemory:
         """
         layout, key = self.layout, self._key
         costs = self.profile.costs_of(key)
-        # During a block, the model also keeps the embeddings and the block's input.
-        inputs = 2 * costs[0].output_bytes.at(layout.micro_batch)
-        blocks = [cost for layer, cost in zip(self.profile.layers, costs, strict=True) if layer.count > 1]
-        layers = [inputs + cost.forward_peak_bytes.at(layout.micro_batch) for cost in blocks]
         gathered = 0
         if layout.zero_stage == 3:
             line = timeline(self.profile, key)
@@ -201,9 +197,16 @@ class RolloutMemory:
             logits += layout.micro_batch * length * token_bytes
         elif self.method.head:
             logits = layout.element_bytes * min(tokens, TILE_TOKENS) * TILE_WORDS
-        size = round(max((logits, *layers)))
+        size = round(max(logits, self._block_peak(costs, layout.micro_batch)))
         kinds = {"logits" if size == logits else "activations": size, "gathered parameters": gathered}
         return {kind: size for kind, size in kinds.items() if size}
+
+    def _block_peak(self, costs: Sequence[LayerCost], samples: int) -> float:
+        """Return the peak within the model's blocks in a forward without gradients."""
+        # During a block, the model also keeps the embeddings and the block's input.
+        inputs = 2 * costs[0].output_bytes.at(samples)
+        blocks = [cost for layer, cost in zip(self.profile.layers, costs, strict=True) if layer.count > 1]
+        return max((inputs + cost.forward_peak_bytes.at(samples) for cost in blocks), default=0.0)
 
     @property
     def _frozen_forward(self) -> int:

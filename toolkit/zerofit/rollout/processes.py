@@ -129,12 +129,9 @@ class OpenRlhfMemory(ProcessMemory):
     def _scoring(self) -> dict[str, int]:
         """Memory at the peak of a forward without gradients, which is in a block or in the head."""
         samples, costs = self.scored, self.profile.costs_of(self._key)
-        # During a block, the model also keeps the embeddings and the block's input.
-        inputs = 2 * costs[0].output_bytes.at(samples)
-        blocks = [cost for layer, cost in zip(self.profile.layers, costs, strict=True) if layer.count > 1]
-        layers = [inputs + cost.forward_peak_bytes.at(samples) for cost in blocks]
-        logits = inputs + costs[-1].forward_peak_bytes.at(samples)
-        kinds = {"logits" if logits > max(layers, default=0) else "activations": round(max((logits, *layers)))}
+        block = self._block_peak(costs, samples)
+        logits = 2 * costs[0].output_bytes.at(samples) + costs[-1].forward_peak_bytes.at(samples)
+        kinds = {"logits" if logits > block else "activations": round(max(logits, block))}
         if self.layout.zero_stage == 3:
             line = timeline(self.profile, self._key)
             kinds["gathered parameters"] = gathered_to_score(line, self.layout)

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from zerofit.spec.files import open_jsonl
 from zerofit.spec.run_folder import RunFolder
@@ -29,7 +29,6 @@ from zerofit.watch.verdict import BUSY_CPU, FailureVerdict, RankState, judge
 # number), numbers have limits, and unknown keys close the connection.
 Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-T = TypeVar("T")
 POLL_S = 0.1
 TRACED = ("hang", "rank-stopped", "host-unreachable", "vanished", "not-started", "rank-ended")
 HELLO_S = 10.0  # for a connection to authenticate
@@ -41,10 +40,6 @@ STACKS_S = 12.0
 FROZEN_S = 5.0  # time between polls that shows this command was stopped
 IN_REACH_S = 4.0  # guards report once a second
 LOSSY_S = 3.0  # ignore occasional lost packets
-
-
-class InvalidMessage(ValueError):
-    """Raised for a message that no guard sends."""
 
 
 class _Exact(BaseModel):
@@ -121,25 +116,8 @@ class Stacks(_Exact):
     stacks: str
 
 
-Message = Beating | Ended | Stacks
-_HELLO, _MESSAGE = TypeAdapter[Hello](Hello), TypeAdapter[Message](Message)
-
-
-def read_hello(value: object) -> Hello:
-    """Return the first message of a connection. Raises InvalidMessage."""
-    return _read(_HELLO, value)
-
-
-def read_message(value: object) -> Message:
-    """Return a later message. Raises InvalidMessage."""
-    return _read(_MESSAGE, value)
-
-
-def _read(adapter: TypeAdapter[T], value: object) -> T:
-    try:
-        return adapter.validate_python(value)
-    except ValidationError as error:
-        raise InvalidMessage(f"{error.error_count()} faults") from None
+Message = Beating | Ended | Stacks  # all messages but the first
+MESSAGE = TypeAdapter[Message](Message)
 
 
 # One connection for each rank's guard, with lines of JSON; the guard opens it:
@@ -285,13 +263,13 @@ class Watch:
         try:
             for message in connection.receive():
                 if connection in self._unauthenticated:
-                    self._authenticate(connection, read_hello(message))
+                    self._authenticate(connection, Hello.model_validate(message))
                 else:
-                    report = read_message(message)
+                    report = MESSAGE.validate_python(message)
                     self._note(self.states[self._guards[connection]], report)
                     if isinstance(report, Beating):
                         connection.send({"heard": True})  # the guard waits for this before its next heartbeat
-        except (ConnectionLost, InvalidMessage):
+        except (ConnectionLost, ValueError):  # ValueError: no guard sends such a message
             if connection in self._guards:
                 state = self.states[self._guards[connection]]
                 state.lost = state.ended is None
@@ -316,7 +294,7 @@ class Watch:
         elif isinstance(message, Ended):
             # a rank may only report its own failure
             if message.failure and message.failure.rank != state.rank:
-                raise InvalidMessage("another rank's failure")
+                raise ValueError("another rank's failure")
             state.ended = message.ended
             state.beat |= message.last.model_dump(exclude_unset=True)
             state.failure = message.failure and message.failure.model_dump(exclude_unset=True)
