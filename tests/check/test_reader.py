@@ -377,6 +377,20 @@ def test_values_given_beside_the_file():
     assert not [f for f in check_file(config, same).findings if f.code == "flag-differs"]
 
 
+@pytest.mark.parametrize(
+    ("scheduler", "expected"),
+    [("WarmupDecayLR", set()), ("WarmupLR", set()), ("WarmupCosineLR", {"optimizer-value"}), (None, {"optimizer-value"})],
+)
+def test_a_learning_rate_of_zero_needs_a_scheduler_that_sets_it(scheduler, expected):
+    """SafeAILab/EAGLE trains with WarmupDecayLR and 0; WarmupCosineLR multiplies (runtime/lr_schedules.py:941)."""
+    params = {"warmup_num_steps": 4} | ({} if scheduler == "WarmupLR" else {"total_num_steps": 9})
+    if scheduler != "WarmupCosineLR":
+        params["warmup_max_lr"] = 1e-4
+    config = PLAIN | {"optimizer": {"type": "AdamW", "params": {"lr": 0, "weight_decay": 0.1}}}
+    config |= {"scheduler": {"type": scheduler, "params": params}} if scheduler else {}
+    assert set(found(config, "deepspeed")) == expected
+
+
 def test_batch_sizes_say_which_ranks_they_allow():
     sizes = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
     (one,) = [f for f in check_file(sizes).findings if f.code == "batch-ranks"]

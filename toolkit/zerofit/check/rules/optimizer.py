@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 
 from zerofit.check.catalog import names
@@ -14,6 +15,7 @@ from zerofit.features.optimizers import of_json
 PARAMS = "optimizer.params"
 SCHEDULER_PARAMS = "scheduler.params"
 LEARNING_RATES = ("warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr")
+NULLABLE = ("warmup_type", "cycle_second_step_size", "second_stair_count")  # scheduler parameters that may be null
 
 
 def optimizer(c: CheckSubject) -> Iterator[Finding]:
@@ -63,17 +65,18 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
                 dropped=entry is not None and entry.drops_params,
             )
     pairs = entry.pairs if entry else ()
-    for key in (name for name in ("lr", "weight_decay", "momentum", "eps") if name not in pairs):
-        yield from _number(c, key, params.get(key))
-    betas = params.get("betas")
+    for key in ("lr", "weight_decay", "momentum", "eps"):
+        if key in params and key not in pairs:
+            yield from _number(c, key, params[key])
+    betas = params.get("betas", "auto")
     valid = (
         isinstance(betas, list) and len(betas) == 2 and all(isinstance(b, int | float) and 0 <= b < 1 for b in betas)
     )
-    if betas not in (None, "auto") and not valid:
+    if betas != "auto" and not valid:
         yield Finding(
             code="optimizer-value",
             path=f"{PARAMS}.betas",
-            message=f"betas is {betas!r}; allowed: two numbers from 0 up to but not including 1",
+            message=f"betas is {json.dumps(betas)}; allowed: two numbers from 0 up to but not including 1",
             why="DeepSpeed passes it on, and the optimizer fails or diverges",
             fix="use [0.9, 0.999]",
         )
@@ -103,22 +106,35 @@ def _quoted_number(path: str, key: str, value: str, why: str) -> Finding:
 
 
 def _number(c: CheckSubject, key: str, value: object) -> Iterator[Finding]:
-    """Check that a parameter is a number, and not negative."""
-    if value is None or value == "auto":
-        return
+    """Check that a parameter is a number, and not negative; a learning rate of 0 needs a scheduler that sets it."""
     path = f"{PARAMS}.{key}"
     if isinstance(value, str):
         why = "DeepSpeed fails on it: \"'<=' not supported between instances of 'float' and 'str'\""
-        yield _quoted_number(path, key, value, why)
-    elif isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or (key == "lr" and value == 0):
+        if value != "auto":
+            yield _quoted_number(path, key, value, why)
+    elif isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
         yield Finding(
             code="optimizer-value",
             path=path,
-            message=f"{key} is {value!r}; allowed: a number {'above' if key == 'lr' else 'of at least'} 0",
-            why="DeepSpeed's optimizers accept it, but then the weights do not change, or they diverge. torch's "
-            "optimizers stop with an error",
+            message=f"{key} is {json.dumps(value)}; allowed: a number of at least 0",
+            why="torch's optimizers stop with an error. DeepSpeed's own accept a negative number, and the weights "
+            "diverge",
             fix="correct it, or remove it for the default",
         )
+    elif key == "lr" and value == 0 and not _sets_learning_rate(c):
+        yield Finding(
+            code="optimizer-value",
+            effect="changes",
+            path=path,
+            message="lr is 0",
+            why="the weights do not change, unless the script's own scheduler sets the learning rate",
+            fix='set a learning rate, or write "auto" if zerofit or Hugging Face fills it in',
+        )
+
+
+def _sets_learning_rate(c: CheckSubject) -> bool:
+    """Return whether a scheduler of DeepSpeed overwrites the learning rate. WarmupCosineLR multiplies it."""
+    return scheduler_is_deepspeeds(c) and c.word("scheduler.type") != "WarmupCosineLR"
 
 
 def scheduler(c: CheckSubject) -> Iterator[Finding]:
@@ -171,6 +187,14 @@ def scheduler_values(c: CheckSubject) -> Iterator[Finding]:
         if isinstance(value, str) and value != "auto" and key not in ("warmup_type", "warmup_num_steps"):
             why = "DeepSpeed passes the string to the scheduler, which fails to compute with it"
             yield _quoted_number(path, key, value, why)
+        if value is None and key not in NULLABLE:
+            yield Finding(
+                code="scheduler-value",
+                path=path,
+                message=f"{key} is null; allowed: a number",
+                why="DeepSpeed passes null to the scheduler, which fails to compute with it",
+                fix='set it, or write "auto" if zerofit or Hugging Face fills it in',
+            )
         number = c.number(path)
         if number is not None and ((key in LEARNING_RATES and number < 0) or (key == "total_num_steps" and number < 1)):
             yield Finding(
