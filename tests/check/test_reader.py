@@ -379,7 +379,12 @@ def test_values_given_beside_the_file():
 
 @pytest.mark.parametrize(
     ("scheduler", "expected"),
-    [("WarmupDecayLR", set()), ("WarmupLR", set()), ("WarmupCosineLR", {"optimizer-value"}), (None, {"optimizer-value"})],
+    [
+        ("WarmupDecayLR", set()),
+        ("WarmupLR", set()),
+        ("WarmupCosineLR", {"optimizer-value"}),
+        (None, {"optimizer-value"}),
+    ],
 )
 def test_a_learning_rate_of_zero_needs_a_scheduler_that_sets_it(scheduler, expected):
     """SafeAILab/EAGLE trains with WarmupDecayLR and 0; WarmupCosineLR multiplies (runtime/lr_schedules.py:941)."""
