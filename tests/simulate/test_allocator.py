@@ -15,12 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerofit.simulate.memory.alloc_conf import MIB, AllocatorSettings, alloc_conf_of, read_alloc_conf
-from zerofit.simulate.memory.allocator import EmptyCache, PhaseEnd, RecordStream, Synchronized, replay
+from zerofit.simulate.memory.allocator import EmptyCache, RecordStream, Synchronized, replay
 from zerofit.simulate.memory.caching import CachingAllocator, ExpandableAllocator, segment_bytes
 from zerofit.spec.errors import UserError
 from zerofit.spec.overhead import pinned_bytes
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
+
+
+def after(events, allocator=None):
+    """Return the allocator after a replay of all events."""
+    allocator = allocator or CachingAllocator()
+    assert replay(events, allocator=allocator, settings=allocator.settings).out_of_memory is None
+    return allocator
 
 
 @pytest.mark.parametrize(
@@ -125,16 +132,15 @@ def test_all_streams_must_be_done():
 def test_what_waits_is_not_allocated_and_not_merged():
     # 8 + 12 of one segment: while the 8 wait, the 12 cannot become 20
     events = [(0, 8 * MIB), (1, 12 * MIB), RecordStream(storage=0, stream=1), (0, -8 * MIB), (1, -12 * MIB)]
-    found = replay([*events, PhaseEnd("waits"), (2, 20 * MIB)])
-    assert found.phase_ends[0].allocated_bytes == 0
-    assert found.peak_reserved_bytes == 40 * MIB
+    assert after(events).allocated_bytes == 0
+    assert replay([*events, (2, 20 * MIB)]).peak_reserved_bytes == 40 * MIB
     assert replay([*events, Synchronized(stream=1, before=4), (2, 20 * MIB)]).peak_reserved_bytes == 20 * MIB
 
 
 def test_a_full_device_waits_for_its_streams():
     events = [(0, 60 * MIB), RecordStream(storage=0, stream=1), (0, -60 * MIB), (1, 70 * MIB)]
-    found = replay(events, device_bytes=100 * MIB)  # synchronize_and_free_events before release_cached_blocks
-    assert (found.flushes, found.out_of_memory, found.end_reserved_bytes) == (1, None, 70 * MIB)
+    found = after(events, CachingAllocator(100 * MIB))  # synchronize_and_free_events before release_cached_blocks
+    assert (found.flushes, found.reserved_bytes) == (1, 70 * MIB)
 
 
 def test_blocks_of_max_split_size_are_not_cut():
@@ -156,8 +162,8 @@ def test_blocks_of_max_split_size_are_not_cut():
     assert replay([*held, (1, 60 * MIB)], settings=expandable).peak_reserved_bytes == 120 * MIB
     # on a full device such blocks are given back first, and no more of them than are needed
     full = [(0, 120 * MIB), (1, 110 * MIB), (0, -120 * MIB), (1, -110 * MIB), (2, 60 * MIB)]
-    found = replay(full, device_bytes=240 * MIB, settings=limited)
-    assert (found.flushes, found.end_reserved_bytes) == (0, 120 * MIB + 60 * MIB)
+    found = after(full, CachingAllocator(240 * MIB, limited))
+    assert (found.flushes, found.reserved_bytes) == (0, 120 * MIB + 60 * MIB)
 
 
 @pytest.mark.versions(of="torch")
@@ -229,22 +235,22 @@ def test_options_that_are_not_simulated_are_refused(option):
 
 
 def test_resizing_holds_both_for_a_moment():
-    found = replay([(0, 30 * MIB), (0, 10 * MIB), (0, -40 * MIB), PhaseEnd("end")])
+    found = after([(0, 30 * MIB), (0, 10 * MIB), (0, -40 * MIB)])
     assert found.peak_allocated_bytes == found.peak_reserved_bytes == 70 * MIB
-    assert found.phase_ends[0].allocated_bytes == 0
+    assert found.allocated_bytes == 0
 
 
 def test_empty_cache_gives_back_whole_segments_only():
     events = [(0, 30 * MIB), (1, 5 * MIB), (2, 6 * MIB), (0, -30 * MIB), (2, -6 * MIB)]
-    found = replay([*events, PhaseEnd("before"), EmptyCache(), PhaseEnd("after")])
-    assert [(e.name, e.reserved_bytes) for e in found.phase_ends] == [("before", 50 * MIB), ("after", 20 * MIB)]
-    assert found.phase_ends[1].allocated_bytes == 5 * MIB
+    assert after(events).reserved_bytes == 50 * MIB
+    found = after([*events, EmptyCache()])
+    assert (found.reserved_bytes, found.allocated_bytes) == (20 * MIB, 5 * MIB)
 
 
 def test_a_full_device_gives_back_its_cache_first():
     found = replay([(0, 60 * MIB), (0, -60 * MIB), (1, 70 * MIB)], device_bytes=100 * MIB)
     assert (found.flushes, found.out_of_memory) == (1, None)
-    assert (found.peak_reserved_bytes, found.end_reserved_bytes) == (70 * MIB, 70 * MIB)
+    assert found.peak_reserved_bytes == 70 * MIB
 
 
 def test_out_of_memory():
@@ -260,14 +266,10 @@ def test_out_of_memory():
     assert replay(events, device_bytes=104 * MIB).out_of_memory is None
 
 
-def test_fragmentation():
-    assert replay([(0, 5 * MIB)]).fragmentation == 0.75
-    assert replay([]).fragmentation == 0.0
-
-
 def test_expandable_grows_by_pages():
-    found = replay([(0, 5 * MIB), (1, 14 * MIB), PhaseEnd("a"), (2, 30 * MIB)], settings=EXPANDABLE)
-    assert found.phase_ends[0].reserved_bytes == 20 * MIB
+    events = [(0, 5 * MIB), (1, 14 * MIB)]
+    assert replay(events, settings=EXPANDABLE).peak_reserved_bytes == 20 * MIB
+    found = replay([*events, (2, 30 * MIB)], settings=EXPANDABLE)
     # the free MiB at the end of the first page is the beginning of the next block: 29 MiB more in two pages
     assert (found.peak_allocated_bytes, found.peak_reserved_bytes) == (49 * MIB, 60 * MIB)
 
@@ -285,19 +287,19 @@ def test_expandable_keeps_the_end_of_the_segment_for_growing():
 
 
 def test_expandable_small_pages():
-    found = replay([(0, MIB), (1, MIB), PhaseEnd("a"), (2, 512)], settings=EXPANDABLE)
-    assert [found.phase_ends[0].reserved_bytes, found.peak_reserved_bytes] == [2 * MIB, 4 * MIB]
+    events = [(0, MIB), (1, MIB)]
+    assert replay(events, settings=EXPANDABLE).peak_reserved_bytes == 2 * MIB
+    assert replay([*events, (2, 512)], settings=EXPANDABLE).peak_reserved_bytes == 4 * MIB
 
 
 def test_expandable_gives_back_single_pages():
     # pages of 20 MiB: 0 covers the first three, 1 the fourth and half of the fifth; freed, 0 returns its three
-    events = [(0, 60 * MIB), (1, 30 * MIB), (0, -60 * MIB), EmptyCache(), PhaseEnd("a"), (2, 70 * MIB)]
-    found = replay(events, settings=EXPANDABLE)
-    assert found.phase_ends[0].reserved_bytes == 40 * MIB
+    events = [(0, 60 * MIB), (1, 30 * MIB), (0, -60 * MIB), EmptyCache()]
+    assert after(events, ExpandableAllocator()).reserved_bytes == 40 * MIB
     # 10 MiB are free at the end of the fifth page: 70 MiB begin there
-    assert found.end_reserved_bytes == 100 * MIB
-    gone = replay([(0, 60 * MIB), (0, -60 * MIB), EmptyCache(), (1, MIB)], settings=EXPANDABLE)
-    assert gone.end_reserved_bytes == 2 * MIB
+    assert after([*events, (2, 70 * MIB)], ExpandableAllocator()).reserved_bytes == 100 * MIB
+    gone = [(0, 60 * MIB), (0, -60 * MIB), EmptyCache(), (1, MIB)]
+    assert after(gone, ExpandableAllocator()).reserved_bytes == 2 * MIB
 
 
 def test_expandable_out_of_memory():

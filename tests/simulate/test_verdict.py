@@ -89,11 +89,6 @@ def test_the_sentence_has_the_likely_reserved_memory_and_the_most():
     assert "reserves 60.0 GiB of the" in judge(60 * GIB, BESIDE, 80 * GIB, likely_bytes=60 * GIB).sentence
 
 
-def test_a_margin_of_ones_own():
-    assert judge(75 * GIB, BESIDE, 80 * GIB, kept_free_bytes=0).word == FITS
-    assert judge(75 * GIB, BESIDE, 80 * GIB, kept_free_bytes=2 * GIB).word == WITHIN
-
-
 def test_giving_back_cached_memory_may_save_a_run():
     events = [(0, 40 * GIB), (0, -40 * GIB), (1, 41 * GIB)]  # 81 GiB of segments, but never two at once
     verdict, found = judge_events(events, BESIDE, 80 * GIB)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,16 @@ from zerofit.simulate.record import RankRecord, SimulationTarget
 from zerofit.simulate.script.command import ScriptTarget, read_command
 
 SCRIPT = """\
-import json, sys
+import pickle, sys
 from datetime import timedelta
 import torch.distributed as dist
 from zerofit.simulate.engine.rank import empty_batches
-from zerofit.simulate.record import SimulationTarget
 from zerofit.train import process_group
 from zerofit.train.engines import ZeroTrainer
 from zerofit.train.pipeline import PipelineTrainer
 from zerofit.spec.mesh import coords_of
 
-target = SimulationTarget.from_dict(json.load(open(sys.argv[1])))
+target = pickle.load(open(sys.argv[1], "rb"))
 process_group.start(timedelta(minutes=1))
 kind = PipelineTrainer if target.job.layout.pp > 1 else ZeroTrainer
 driver = kind(target.job, coords_of(dist.get_rank(), target.job.layout), target.inputs)
@@ -60,14 +59,14 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[RankRec
     (folder / "train.py").write_text(SCRIPT)
     natives = [target(**spec) for spec in RUNS.values()]
     kinds = [spec.get("kind", "cpu") for spec in RUNS.values()]
-    scripts = [as_script(*one, folder / f"{n}.json") for n, one in enumerate(zip(natives, kinds, strict=True))]
+    scripts = [as_script(*one, folder / f"{n}.pickle") for n, one in enumerate(zip(natives, kinds, strict=True))]
     records: Any = simulate_all([*natives, *scripts], lambda text: None)
     half = len(natives)
     return dict(zip(RUNS, zip(records[:half], records[half:], strict=True), strict=True))
 
 
 def as_script(native: SimulationTarget, kind: str, file: Path) -> ScriptTarget:
-    file.write_text(json.dumps(native.as_dict()))
+    file.write_bytes(pickle.dumps(native))
     return ScriptTarget(
         command=read_command(["torchrun", "--nproc_per_node", "2", str(file.parent / "train.py"), str(file)]),
         device=cluster(2, kind).device,

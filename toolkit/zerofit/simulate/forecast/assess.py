@@ -288,16 +288,15 @@ def judge(
     peak_reserved_bytes: int,
     beside: Sequence[Overhead],
     device_bytes: int,
-    kept_free_bytes: int | None = None,
     likely_bytes: int | None = None,
 ) -> FitVerdict:
     """Compare the reserved peak and the overheads with the device's memory.
 
     FITS: the run fits even with every overhead at its upper end. NOT: it does not fit even with every overhead at
-    its lower end. `kept_free_bytes` covers memory that is not simulated (default: the share REPLAYED of the peak).
-    `likely_bytes` is the reserved peak if the device keeps up with the host. The reason mentions it.
+    its lower end. The share REPLAYED of the peak stays free for memory that is not simulated. `likely_bytes` is the
+    reserved peak if the device keeps up with the host. The reason mentions it.
     """
-    kept = round(REPLAYED * peak_reserved_bytes) if kept_free_bytes is None else kept_free_bytes
+    kept = round(REPLAYED * peak_reserved_bytes)
     left = device_bytes - peak_reserved_bytes
     if left - sum(o.high_bytes for o in beside) >= kept:
         word = FITS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from zerofit.simulate.memory.alloc_conf import AllocatorSettings
 from zerofit.simulate.memory.caching import CachingAllocator, ExpandableAllocator, segment_bytes
@@ -12,13 +12,6 @@ from zerofit.simulate.memory.caching import CachingAllocator, ExpandableAllocato
 @dataclass(frozen=True)
 class EmptyCache:
     """An event: torch.cuda.empty_cache() was called."""
-
-
-@dataclass(frozen=True)
-class PhaseEnd:
-    """An event: a phase ends, and the replay records the reserved bytes."""
-
-    name: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +37,7 @@ RESIZED = -1  # the key of a storage's second block while it is resized
 
 Note = EmptyCache | RecordStream | Synchronized
 # (number of the storage, change in bytes[, stream that allocates it])
-Event = tuple[int, int] | tuple[int, int, int] | Note | PhaseEnd
+Event = tuple[int, int] | tuple[int, int, int] | Note
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,30 +50,14 @@ class OutOfMemory:
     reserved_bytes: int
 
 
-@dataclass(kw_only=True)
-class AtPhaseEnd:
-    """Memory in use at a PhaseEnd event."""
-
-    name: str
-    allocated_bytes: int
-    reserved_bytes: int
-
-
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Reserved:
     """The result of a replay. The replay stops at the first allocation that runs out of memory."""
 
-    peak_allocated_bytes: int = 0  # as torch.cuda.max_memory_allocated: blocks, which are rounded
-    peak_reserved_bytes: int = 0  # as torch.cuda.max_memory_reserved
-    end_reserved_bytes: int = 0
-    phase_ends: list[AtPhaseEnd] = field(default_factory=list)
-    flushes: int = 0  # num_alloc_retries: cached segments were returned because the device was full
-    out_of_memory: OutOfMemory | None = None
-
-    @property
-    def fragmentation(self) -> float:
-        """The share of the reserved peak that is above the allocated peak."""
-        return 1 - self.peak_allocated_bytes / self.peak_reserved_bytes if self.peak_reserved_bytes else 0.0
+    peak_allocated_bytes: int  # as torch.cuda.max_memory_allocated: blocks, which are rounded
+    peak_reserved_bytes: int  # as torch.cuda.max_memory_reserved
+    flushes: int  # num_alloc_retries: cached segments were returned because the device was full
+    out_of_memory: OutOfMemory | None
 
 
 # Reserved bytes depend on the order of all allocations, so they are replayed with the rules of torch's allocator
@@ -106,12 +83,12 @@ def replay(
     settings = settings or AllocatorSettings()
     if allocator is None:
         allocator = (ExpandableAllocator if settings.expandable_segments else CachingAllocator)(device_bytes, settings)
-    found = Reserved()
     sizes: dict[int, int] = {}
+    out_of_memory = None
     for number, event in enumerate(events):
         if isinstance(event, tuple):
             if not _change(allocator, sizes, number, *event):
-                found.out_of_memory = OutOfMemory(
+                out_of_memory = OutOfMemory(
                     event=number,
                     asked_bytes=segment_bytes(settings.rounded_bytes(sizes[event[0]])),
                     allocated_bytes=allocator.allocated_bytes,
@@ -123,15 +100,14 @@ def replay(
         elif isinstance(event, RecordStream):
             if host_ahead:
                 allocator.record_stream(event.storage, event.stream)
-        elif isinstance(event, Synchronized):
-            allocator.synchronized(event.stream, event.before)
         else:
-            at_end = {"allocated_bytes": allocator.allocated_bytes, "reserved_bytes": allocator.reserved_bytes}
-            found.phase_ends.append(AtPhaseEnd(name=event.name, **at_end))
-    for name in ("peak_allocated_bytes", "peak_reserved_bytes", "flushes"):
-        setattr(found, name, getattr(allocator, name))
-    found.end_reserved_bytes = allocator.reserved_bytes
-    return found
+            allocator.synchronized(event.stream, event.before)
+    return Reserved(
+        peak_allocated_bytes=allocator.peak_allocated_bytes,
+        peak_reserved_bytes=allocator.peak_reserved_bytes,
+        flushes=allocator.flushes,
+        out_of_memory=out_of_memory,
+    )
 
 
 def _change(
