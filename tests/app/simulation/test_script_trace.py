@@ -66,15 +66,15 @@ def test_streams_run_side_by_side_until_one_waits():
 
 
 def test_a_collective_follows_the_work_before_it_and_who_waits_for_its_handle_follows_it():
-    handle, sent_s = object(), collective_s("all_reduce", 1e9, 1, RankGroup(4, 4), RATES)
+    sent_s = collective_s("all_reduce", 1e9, 1, RankGroup(4, 4), RATES)
     log = IssuedLog()
     log.items += [kernel()]
-    log.send(IssuedWork("allreduce", 0, "forward", "", 0, bytes=1e9), PAIR, [handle])
+    sent = log.send(IssuedWork("allreduce", 0, "forward", "", 0, bytes=1e9), PAIR)
     log.items += [kernel()]
     beside = placed(log)
     assert beside.end_s == pytest.approx(LAUNCH_S + KERNEL_S + max(KERNEL_S, sent_s))
     assert [span.stream for span in beside.spans] == ["compute", "collectives of 4 ranks", "compute"]
-    log.wait_for(handle, 0)
+    log.wait(0, *sent)
     log.items += [kernel()]
     assert placed(log).end_s == pytest.approx(LAUNCH_S + 2 * KERNEL_S + max(KERNEL_S, sent_s))
 

@@ -5,7 +5,6 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from zerofit.spec.profile import Kernel
@@ -59,23 +58,15 @@ class IssuedLog:
     def __init__(self) -> None:
         self.items: list[IssuedWork | IssuedWait] = []
         self._communicators: dict[str, int] = {}
-        self._awaited: dict[int, tuple[object, int, int]] = {}  # id of a handle -> the handle, its stream, its place
 
-    def send(self, work: IssuedWork, ranks: CommunicatingRanks, handles: Sequence[object]) -> None:
+    def send(self, work: IssuedWork, ranks: CommunicatingRanks) -> tuple[int, int]:
         """Record a collective on the stream of its process group.
 
-        `handles`: the objects by which a rank can wait for the collective.
+        Return `on` and `before` of `wait`, to wait for the collective.
         """
         stream = self._communicators.setdefault(ranks.name, -1 - len(self._communicators))
         self.items.append(work._replace(stream=stream, behind=work.stream, ranks=ranks))
-        for handle in handles:  # kept alive, so no other object gets its id
-            self._awaited[id(handle)] = handle, stream, len(self.items)
-
-    def wait_for(self, handle: object, stream: int) -> None:
-        """Record that `stream` waits for the collective with this handle."""
-        if id(handle) in self._awaited:
-            _, on, before = self._awaited[id(handle)]
-            self.wait(stream, on, before)
+        return stream, len(self.items)
 
     def wait(self, stream: int | None, on: int | None, before: int | None = None) -> None:
         """Record that `stream` (None: the host) waits for work on stream `on`.

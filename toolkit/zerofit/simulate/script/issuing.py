@@ -28,7 +28,7 @@ class IssuingTracker(AllocationTracker):
     def __init__(self, device: str, scratch: Scratch, workspace_bytes: int = 0):
         super().__init__(device, scratch, workspace_bytes)
         self.gpus = 1  # per node
-        # handle of a collective, or the result of a functional one -> its name in the log of issued work
+        # handle of a collective, or the result of a functional one -> `on` and `before` of `IssuedLog.wait`
         self._awaited = WeakIdKeyDictionary()
         self._works: list[Work] = []  # handles of the last collective, until its caller gets them
 
@@ -61,21 +61,20 @@ class IssuingTracker(AllocationTracker):
         # at least this rank; the number decides whether the data pass the network
         near = sum(rank // self.gpus == dist.get_rank() // self.gpus for rank in members)
         ranks = CommunicatingRanks(group.group_name, len(members), max(1, near))
-        number = object()  # a name that no other collective has
-        for handle in self._works or leaves_of(out):  # a functional collective returns no handle but its result
-            self._awaited[handle] = number
         # an all-gather's output or a reduce-scatter's input: the larger side has the data of all ranks
         moved = max(map(bytes_of, (*args, out)), default=0)
-        self.streams.issued.send(self._issued(op)._replace(bytes=moved), ranks, [number])
+        sent = self.streams.issued.send(self._issued(op)._replace(bytes=moved), ranks)
+        for handle in self._works or leaves_of(out):  # a functional collective returns no handle but its result
+            self._awaited[handle] = sent
 
     def wait_for(self, handle: object) -> None:
         """Record that the current stream waits for a collective.
 
         `handle`: the collective's handle, or the result of a functional collective.
         """
-        number = self._awaited.get(handle)
-        if self.streams.issued is not None and number is not None:
-            self.streams.issued.wait_for(number, self.streams.current.number)
+        sent = self._awaited.get(handle)
+        if self.streams.issued is not None and sent is not None:
+            self.streams.issued.wait(self.streams.current.number, *sent)
 
     def note_hooks(self, parameters: int) -> None:
         """Record that ZeRO-3's hooks gather the parameters of a module."""
