@@ -23,7 +23,7 @@ class Net(nn.Module):
         super().__init__()
         self.body, self.head = nn.Linear(64, 64), nn.Linear(64, 1000)
 
-    def forward(self, x):
+    def forward(self, x, method):  # `method` is also a name in zerofit's wrappers
         return checkpoint(self.body, x, use_reentrant=False)
 
 mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("dp_shard",))
@@ -32,7 +32,7 @@ WRAP
 optimizer = torch.optim.AdamW(net.parameters())
 for _ in range(50):
     for _ in range(2):
-        hidden = net(torch.randn(32, 64, device="cuda"))
+        hidden = net(torch.randn(32, 64, device="cuda"), method="sum")
         leaf = hidden.detach().requires_grad_()
         for rows in leaf.chunk(4):
             net.head(rows).square().mean().backward()
@@ -164,12 +164,16 @@ DIRECT = """\
 import deepspeed
 import torch
 
-net = torch.nn.Linear(64, 64)
+class Net(torch.nn.Linear):
+    def forward(self, x, method):
+        return super().forward(x)
+
+net = Net(64, 64)
 config = {"train_micro_batch_size_per_gpu": MICRO, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3},
           "optimizer": {"type": "AdamW"}}
 engine, optimizer, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
 for _ in range(50):
-    engine.backward(engine(torch.randn(8, 64, device=engine.device, dtype=torch.bfloat16)).sum())
+    engine.backward(engine(torch.randn(8, 64, device=engine.device, dtype=torch.bfloat16), method="sum").sum())
     STEP
 """
 

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from zerofit.simulate.endings import EXITED, first_lines, lacks_memory, out_of_memory, shown_path
 from zerofit.simulate.ops.tracker import is_own
-from zerofit.simulate.script import files, tracker
+from zerofit.simulate.script import files, phases, tracker
 from zerofit.simulate.script.command import ScriptTarget
 from zerofit.simulate.script.phases import ScriptPhases
 from zerofit.simulate.script.tracker import ScriptTracker
@@ -182,7 +182,7 @@ def _is_in_call(entry: TracebackType) -> bool:
     code = entry.tb_frame.f_code
     # e.g. the script opens a missing file: `open` of `files` is the last frame, but the error is the script's
     stands_for = "<locals>" in code.co_qualname or code.co_name == "__torch_dispatch__"
-    stands_for = stands_for or code.co_filename == files.__file__
+    stands_for = stands_for or code.co_filename in (files.__file__, phases.__file__)
     return stands_for and dis.opname[code.co_code[entry.tb_lasti]].startswith("CALL")
 
 

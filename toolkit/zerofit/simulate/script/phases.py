@@ -94,7 +94,7 @@ class ScriptPhases:
 
     def cut(self) -> None:
         """Wrap the engines, optimizers and models that scripts train, for the rest of this process."""
-        for engine, name, wrap in (
+        replaced: list[tuple[Any, str, Callable[..., object]]] = [
             (DeepSpeedEngine, "__init__", self._init),
             (DeepSpeedEngine, "forward", self._forward),
             (DeepSpeedEngine, "backward", self._backward),
@@ -104,23 +104,20 @@ class ScriptPhases:
             (PipelineStage, "forward_one_chunk", self._chunk),
             (PipelineStage, "backward_one_chunk", self._plain_backward),  # without autograd.backward in zero-bubble
             (PipelineStage, "backward_weight_one_chunk", self._plain_backward),
-        ):
-            method = getattr(engine, name)
-            setattr(engine, name, functools.wraps(method)(wrap(method)))
+            (torch.autograd, "backward", self._plain_backward),
+            (nn.Module, "__init__", self._build),
+        ]
         if torch.cuda.is_available():  # the class is that of `gpu.graphs`; torch's own one needs a driver
-            graph = torch.cuda.CUDAGraph
-            for name, wrap in (
-                ("capture_begin", self._begin_capture),
-                ("capture_end", self._end_capture),
-                ("replay", self._replay),
-            ):
-                setattr(graph, name, wrap(getattr(graph, name)))
+            replaced += [
+                (torch.cuda.CUDAGraph, "capture_begin", self._begin_capture),
+                (torch.cuda.CUDAGraph, "capture_end", self._end_capture),
+                (torch.cuda.CUDAGraph, "replay", self._replay),
+            ]
+        for owner, name, run in replaced:
+            setattr(owner, name, _wrapped(getattr(owner, name), run))
         register_optimizer_step_pre_hook(self._before_optimizer)
         register_optimizer_step_post_hook(self._after_optimizer)
-        backward = torch.autograd.backward
-        torch.autograd.backward = self._plain_backward(backward)
         nn.Module.__call__ = self._plain_forward(nn.Module.__call__)
-        nn.Module.__init__ = self._build(nn.Module.__init__)
         self.log.begin("build")
 
     @property
@@ -138,69 +135,54 @@ class ScriptPhases:
         """The models that were trained without an engine."""
         return list(self._models)
 
-    def _build(self, method: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(method)
-        def init(module: nn.Module, *args: object, **kwargs: object) -> None:
-            self._held = ()
-            method(module, *args, **kwargs)
+    def _build(self, method: Callable[..., None], /, *args: object, **kwargs: object) -> None:
+        self._held = ()
+        method(*args, **kwargs)
 
-        return init
-
-    def _init(self, method: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(method)
-
-        def init(engine: DeepSpeedEngine, *args: object, **kwargs: object) -> None:
-            # before the engine partitions, casts or moves the model's parameters
-            self._on_model(signature.bind(engine, *args, **kwargs).arguments["model"])
-            self.log.begin("init")
-            self._within(method, engine, *args, **kwargs)
-            self._engines[engine] = None
-            if has_optimizer(engine):
-                # Lightning Fabric 2.6 makes the steps of DeepSpeed's optimizer itself, without `engine.step`
-                optimizer: Any = engine.optimizer
-                optimizer.step = MethodType(self._direct_step(engine, optimizer.step), optimizer)
-
-        return init
+    def _init(self, method: Callable[..., None], engine: DeepSpeedEngine, /, *args: object, **kwargs: object) -> None:
+        # before the engine partitions, casts or moves the model's parameters
+        self._on_model(inspect.signature(method).bind(engine, *args, **kwargs).arguments["model"])
+        self.log.begin("init")
+        self._within(method, engine, *args, **kwargs)
+        self._engines[engine] = None
+        if has_optimizer(engine):
+            # Lightning Fabric 2.6 makes the steps of DeepSpeed's optimizer itself, without `engine.step`
+            optimizer: Any = engine.optimizer
+            optimizer.step = MethodType(self._direct_step(engine, optimizer.step), optimizer)
 
     def _direct_step(self, engine: object, method: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(method)
         def step(_: object, *args: object, **kwargs: object) -> object:
             if self._busy:
                 return method(*args, **kwargs)
+            self.log.begin("step")
             return self._engine_step(engine, method, *args, **kwargs)
 
         return step
 
-    def _init_pipeline(self, method: Callable[..., None]) -> Callable[..., None]:
-        def init(engine: DeepSpeedEngine, *args: object, **kwargs: object) -> None:
-            method(engine, *args, **kwargs)
-            announce_phases(engine, self.log.begin)
+    def _init_pipeline(
+        self, method: Callable[..., None], engine: PipelineEngine, /, *args: object, **kwargs: object
+    ) -> None:
+        method(engine, *args, **kwargs)
+        announce_phases(engine, self.log.begin)
 
-        return init
+    def _train_batch(self, method: Callable[..., object], engine: object, /, *args: object, **kwargs: object) -> object:
+        self.log.step = max(self.log.step, self.steps[ref(engine)])
+        return self._engine_step(engine, method, engine, *args, **kwargs)
 
-    def _train_batch(self, method: Callable[..., object]) -> Callable[..., object]:
-        def train_batch(engine: object, *args: object, **kwargs: object) -> object:
-            self.log.step = max(self.log.step, self.steps[ref(engine)])
-            out = self._within(method, engine, *args, **kwargs)
-            self._stepped(engine, list(filter(has_optimizer, self.engines)))
-            return out
-
-        return train_batch
-
-    def _forward(self, method: Callable[..., object]) -> Callable[..., object]:
-        def forward(engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:
-            trains = engine.training and has_optimizer(engine) and torch.is_grad_enabled()
-            # a pipeline's train_batch calls this for each micro batch (runtime/pipe/engine.py, _exec_forward_pass)
-            if trains or not self._busy:
-                self.log.step = max(self.log.step, self.steps[ref(engine)]) if trains else self.log.step
-                phase = "forward" if engine.training else "evaluation"
-                self.log.begin(LOGPROBS if self._scores() else phase)
-            self.micro_batches += trains
-            if trains:
-                self._on_batch(args, kwargs)
-            return self._within(method, engine, *args, **kwargs)
-
-        return forward
+    def _forward(
+        self, method: Callable[..., object], engine: DeepSpeedEngine, /, *args: object, **kwargs: object
+    ) -> object:
+        trains = engine.training and has_optimizer(engine) and torch.is_grad_enabled()
+        # a pipeline's train_batch calls this for each micro batch (runtime/pipe/engine.py, _exec_forward_pass)
+        if trains or not self._busy:
+            self.log.step = max(self.log.step, self.steps[ref(engine)]) if trains else self.log.step
+            phase = "forward" if engine.training else "evaluation"
+            self.log.begin(LOGPROBS if self._scores() else phase)
+        self.micro_batches += trains
+        if trains:
+            self._on_batch(args, kwargs)
+        return self._within(method, engine, *args, **kwargs)
 
     def _scores(self) -> bool:
         """Return whether a forward computes log-probs: without gradients, and after a generation."""
@@ -208,32 +190,27 @@ class ScriptPhases:
             return False
         return any(phase.name == GENERATION for phase in self.log.done)
 
-    def _backward(self, method: Callable[..., object]) -> Callable[..., object]:
-        def backward(engine: object, *args: object, **kwargs: object) -> object:
-            self.log.begin("backward")
-            return self._within(method, engine, *args, **kwargs)
+    def _backward(self, method: Callable[..., object], /, *args: object, **kwargs: object) -> object:
+        self.log.begin("backward")
+        return self._within(method, *args, **kwargs)
 
-        return backward
-
-    def _step(self, method: Callable[..., object]) -> Callable[..., object]:
-        def step(engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:
-            if engine.is_gradient_accumulation_boundary():
-                return self._engine_step(engine, method, engine, *args, **kwargs)
-            self.log.begin("step")
-            out = self._within(method, engine, *args, **kwargs)
-            self.log.begin("forward")  # loading the next batch belongs to it
-            return out
-
-        return step
-
-    def _engine_step(self, engine: object, method: Callable[..., object], *args: object, **kwargs: object) -> object:
+    def _step(
+        self, method: Callable[..., object], engine: DeepSpeedEngine, /, *args: object, **kwargs: object
+    ) -> object:
         self.log.begin("step")
+        if engine.is_gradient_accumulation_boundary():
+            return self._engine_step(engine, method, engine, *args, **kwargs)
+        out = self._within(method, engine, *args, **kwargs)
+        self.log.begin("forward")  # loading the next batch belongs to it
+        return out
+
+    def _engine_step(self, engine: object, method: Callable[..., object], /, *args: object, **kwargs: object) -> object:
         out = self._within(method, *args, **kwargs)
         self._stepped(engine, list(filter(has_optimizer, self.engines)))
         return out
 
     def _within(
-        self, method: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+        self, method: Callable[_Arguments, _Result], /, *args: _Arguments.args, **kwargs: _Arguments.kwargs
     ) -> _Result:
         self._busy += 1
         try:
@@ -279,17 +256,16 @@ class ScriptPhases:
 
         return call
 
-    def _chunk(self, method: Callable[..., object]) -> Callable[..., object]:
-        def forward_one_chunk(stage: _PipelineStageBase, *args: object, **kwargs: object) -> object:
-            self._leading = self._leading or stage
-            # 1F1B runs the next micro batch's forward before this one's backward. So the leading stage always begins a
-            # micro batch, and the rank's other stages belong to it.
-            self._is_forward = stage is not self._leading
-            self._first = stage.submod if self._is_forward else None
-            self.log.begin("forward")
-            return method(stage, *args, **kwargs)
-
-        return forward_one_chunk
+    def _chunk(
+        self, method: Callable[..., object], stage: _PipelineStageBase, /, *args: object, **kwargs: object
+    ) -> object:
+        self._leading = self._leading or stage
+        # 1F1B runs the next micro batch's forward before this one's backward. So the leading stage always begins a
+        # micro batch, and the rank's other stages belong to it.
+        self._is_forward = stage is not self._leading
+        self._first = stage.submod if self._is_forward else None
+        self.log.begin("forward")
+        return method(stage, *args, **kwargs)
 
     def _trains(self, module: nn.Module) -> bool:
         # in evaluation mode, too: `from_pretrained` returns a model in it, and scripts train it so
@@ -318,24 +294,20 @@ class ScriptPhases:
             self._models[module] = None
             self._on_model(module)
 
-    def _plain_backward(self, method: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(method)
-        def backward(*args: object, **kwargs: object) -> None:
-            if self._busy or self._inside or self._first is None:
-                method(*args, **kwargs)
-                return
-            if self._is_forward:
-                self._is_forward = False
-                self.log.begin("backward")
-            self._alone(method, *args, **kwargs)  # modules that run in it are recomputed
-            updated, self._updated = self._updated, None
-            if updated is not None:
-                self._stepped(updated, [updated])
-
-        return backward
+    def _plain_backward(self, method: Callable[..., None], /, *args: object, **kwargs: object) -> None:
+        if self._busy or self._inside or self._first is None:
+            method(*args, **kwargs)
+            return
+        if self._is_forward:
+            self._is_forward = False
+            self.log.begin("backward")
+        self._alone(method, *args, **kwargs)  # modules that run in it are recomputed
+        updated, self._updated = self._updated, None
+        if updated is not None:
+            self._stepped(updated, [updated])
 
     def _alone(
-        self, method: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+        self, method: Callable[_Arguments, _Result], /, *args: _Arguments.args, **kwargs: _Arguments.kwargs
     ) -> _Result:
         self._inside = True
         try:
@@ -402,34 +374,37 @@ class ScriptPhases:
             return False
         return torch.cuda.current_stream() != torch.cuda.default_stream()
 
-    def _begin_capture(self, method: Callable[..., object]) -> Callable[..., object]:
-        def capture_begin(graph: torch.cuda.CUDAGraph, *args: object, **kwargs: object) -> object:
-            self._capture = self._captured[id(graph)] = _Capture(micro_batches=-self.micro_batches)
-            return method(graph, *args, **kwargs)
+    def _begin_capture(
+        self, method: Callable[..., None], graph: torch.cuda.CUDAGraph, /, *args: object, **kwargs: object
+    ) -> None:
+        self._capture = self._captured[id(graph)] = _Capture(micro_batches=-self.micro_batches)
+        method(graph, *args, **kwargs)
 
-        return capture_begin
+    def _end_capture(self, method: Callable[..., None], graph: torch.cuda.CUDAGraph) -> None:
+        if self._capture is not None:
+            self._capture.micro_batches += self.micro_batches
+            self.micro_batches -= self._capture.micro_batches
+            self._capture = None
+        method(graph)
 
-    def _end_capture(self, method: Callable[..., object]) -> Callable[..., object]:
-        def capture_end(graph: torch.cuda.CUDAGraph) -> object:
-            if self._capture is not None:
-                self._capture.micro_batches += self.micro_batches
-                self.micro_batches -= self._capture.micro_batches
-                self._capture = None
-            return method(graph)
-
-        return capture_end
-
-    def _replay(self, method: Callable[..., object]) -> Callable[..., object]:
-        def replay(graph: torch.cuda.CUDAGraph) -> None:
-            method(graph)
-            capture = self._captured.get(id(graph), _Capture())
-            self.micro_batches += capture.micro_batches
-            for optimizer in capture.optimizers:
-                self._count(optimizer)
-
-        return replay
+    def _replay(self, method: Callable[..., None], graph: torch.cuda.CUDAGraph) -> None:
+        method(graph)
+        capture = self._captured.get(id(graph), _Capture())
+        self.micro_batches += capture.micro_batches
+        for optimizer in capture.optimizers:
+            self._count(optimizer)
 
 
 def has_optimizer(engine: DeepSpeedEngine) -> bool:
     """Return whether an engine has an optimizer of the script or its JSON, not a dummy."""
     return bool(engine.optimizer_name())
+
+
+def _wrapped(method: Callable[..., object], run: Callable[..., object]) -> Callable[..., object]:
+    """Return a function that calls `run(method, ...)` with its arguments."""
+
+    @functools.wraps(method)
+    def call(*args: object, **kwargs: object) -> object:
+        return run(method, *args, **kwargs)
+
+    return call
