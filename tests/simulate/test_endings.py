@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zerofit.simulate.endings import Ending, broken_environment, last_lines, optional, out_of_memory, why_ended
+from zerofit.simulate.endings import broken_environment, last_lines, optional, out_of_memory, why_ended
 from zerofit.spec import local_machine
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Event, Reporter
@@ -18,18 +18,18 @@ from zerofit.spec.events import Event, Reporter
 @pytest.mark.parametrize(
     ("ending", "kind"),
     [
-        (Ending(status=signal.SIGKILL, ran_short=True, peak_bytes=3 << 30), "out-of-memory"),
-        (Ending(status=signal.SIGKILL), "killed"),  # nothing says that memory was short
-        (Ending(status=None, ran_short=True), "out-of-memory"),
-        (Ending(status=None), "killed"),
-        (Ending(status=signal.SIGSEGV, ran_short=True), "crashed"),
-        (Ending(status=signal.SIGABRT, output="terminate called\n  what():  std::bad_alloc\n"), "out-of-memory"),
-        (Ending(status=signal.SIGABRT, output="torch.OutOfMemoryError: as a script prints it\n"), "crashed"),
-        (Ending(status=3 << 8, output="bye\n"), "exit"),
+        ({"status": signal.SIGKILL, "ran_short": True, "peak_bytes": 3 << 30}, "out-of-memory"),
+        ({"status": signal.SIGKILL}, "killed"),  # nothing says that memory was short
+        ({"status": None, "ran_short": True}, "out-of-memory"),
+        ({"status": None}, "killed"),
+        ({"status": signal.SIGSEGV, "ran_short": True}, "crashed"),
+        ({"status": signal.SIGABRT, "output": "terminate called\n  what():  std::bad_alloc\n"}, "out-of-memory"),
+        ({"status": signal.SIGABRT, "output": "torch.OutOfMemoryError: as a script prints it\n"}, "crashed"),
+        ({"status": 3 << 8, "output": "bye\n"}, "exit"),
     ],
 )
 def test_memory_is_named_where_it_was_short(ending, kind):
-    problem = why_ended(ending)
+    problem = why_ended(**ending)
     assert problem.kind == kind
     assert ("too little memory" in problem.message) == (kind == "out-of-memory")
 

@@ -26,7 +26,7 @@ from zerofit.checkpoint.store import expected_bytes
 from zerofit.config.ds_json import read_for_run
 from zerofit.doctor.preflight import Preflight
 from zerofit.launch.hostfile import Host
-from zerofit.simulate.endings import Ending, why_ended
+from zerofit.simulate.endings import why_ended
 from zerofit.simulate.forecast import processes
 from zerofit.spec import reservations
 from zerofit.spec.errors import Problem
@@ -179,7 +179,7 @@ def test_a_search_for_changes_that_fails_leaves_the_refusal(tmp_path, monkeypatc
     def simulate(targets, show, *, exact=False):
         if failure and targets:
             raise failure
-        return [why_ended(Ending(status=9, ran_short=True)) for _ in targets]
+        return [why_ended(9, ran_short=True) for _ in targets]
 
     monkeypatch.setattr(runs, "simulate_ranks", simulate)
     with pytest.raises(zf.DoesNotFit) as caught:

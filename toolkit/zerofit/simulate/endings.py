@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,16 +31,6 @@ _SAID = re.compile(
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in ', re.MULTILINE)  # Python's faulthandler
 _NOT_IMPORTED = re.compile(r"^(?:ImportError|ModuleNotFoundError): (.+)", re.MULTILINE)
 _LIBRARY = ("/site-packages/", "/lib/python", "/zerofit/", "<")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ending:
-    """How a process without a result ended."""
-
-    status: int | None  # from os.wait; None if its parent was killed, too
-    peak_bytes: int = 0  # peak of resident memory
-    ran_short: bool = False  # the kernel has killed processes for lack of memory meanwhile
-    output: str = ""
 
 
 def lacks_memory(error: BaseException) -> bool:
@@ -117,19 +107,23 @@ def broken_environment(output: str) -> Problem | None:
 #   exit code    no result                                        the script ended itself
 #   SIGTERM ...                                                   something outside killed it, e.g. a job's limit
 #   others       faulthandler's stack in the output               a crash in native code
-def why_ended(ending: Ending) -> Problem:
-    """Return the problem that explains why a process ended without a result."""
-    number = -1 if ending.status is None else ending.status & 0x7F  # os.WTERMSIG
-    if (number in (-1, signal.SIGKILL) and ending.ran_short) or is_about_memory(ending.output):
-        return out_of_memory(ending.peak_bytes)
+def why_ended(status: int | None, output: str = "", *, peak_bytes: int = 0, ran_short: bool = False) -> Problem:
+    """Return the problem that explains why a process ended without a result.
+
+    `status`: from os.wait; None if the process's parent was killed, too. `peak_bytes`: its peak of resident memory.
+    `ran_short`: whether the kernel has killed processes for lack of memory meanwhile.
+    """
+    number = -1 if status is None else status & 0x7F  # os.WTERMSIG
+    if (number in (-1, signal.SIGKILL) and ran_short) or is_about_memory(output):
+        return out_of_memory(peak_bytes)
     if number == 0:
-        message = f"the simulated process ended with exit code {(ending.status or 0) >> 8} and without a result"
-        return with_output(Problem(kind=EXITED, message=message), ending.output)
+        message = f"the simulated process ended with exit code {(status or 0) >> 8} and without a result"
+        return with_output(Problem(kind=EXITED, message=message), output)
     if number in (-1, *_FROM_OUTSIDE):
         message = f"the simulated process was killed{f' with {signal.Signals(number).name}' if number > 0 else ''}"
         hint = "something outside of zerofit killed it, e.g. a limit of the job; run the command again"
         return Problem(kind=KILLED, message=message, hint=hint)
-    return _crash(signal.Signals(number).name, ending.output)
+    return _crash(signal.Signals(number).name, output)
 
 
 def _crash(name: str, output: str) -> Problem:

@@ -24,7 +24,6 @@ from zerofit.features.optimizers import OPTIMIZERS
 from zerofit.models.catalog import ModelError, find
 from zerofit.simulate.endings import (
     EXITED,
-    Ending,
     broken_environment,
     is_about_memory,
     lacks_memory,
@@ -193,7 +192,7 @@ def _result(folder: Path, n: int, died: int | None, ran_short: bool) -> RankReco
     output = log.read_text(errors="replace") if log.exists() else ""
     if not file.exists():
         status, peak_bytes = json.loads(seen.read_text()) if seen.exists() else (died, 0)
-        return why_ended(Ending(status=status, peak_bytes=peak_bytes, ran_short=ran_short, output=output))
+        return why_ended(status, output, peak_bytes=peak_bytes, ran_short=ran_short)
     result = pickle.loads(file.read_bytes())
     if isinstance(result, Exception):
         raise result
