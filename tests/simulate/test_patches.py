@@ -41,6 +41,7 @@ OPTIMIZER, FOREACH = "torch.optim.optimizer", "torch.utils._foreach_utils"
 FAKE_TENSOR = "torch._subclasses.fake_tensor"
 SUPER, SUPER_PROCESS = "deepspeed.runtime.superoffload", "SuperOffloadCPUOptimizer"
 MHA = "self query key value key_padding_mask need_weights attn_mask average_attn_weights is_causal"
+MASKS = ("find_packed_sequence_indices", "fast_all", "_ignore_bidirectional_mask_sdpa")
 AIO_CONFIG = "deepspeed.runtime.swap_tensor.aio_config"
 NO_IMPL = "deepspeed.ops.op_builder.cpu.no_impl"
 CPU_INFO = "cpu_info = get_cpu_info()"
@@ -72,13 +73,10 @@ PATCHES = {
         [f"{MASKING}:is_tracing"],
         [Reason("transformers.utils.import_utils", "is_tracing", "tensor", "is_fake_tensor(tensor)")],
     ),
-    "packed_samples": (
-        [f"{MASKING}:find_packed_sequence_indices"],
-        [Reason(MASKING, "find_packed_sequence_indices", "position_ids", "(packed_sequence_mask[:, -1] == 0).all()")],
-    ),
-    "no_padding": (
-        [f"{MASKING}:fast_all", f"{MASKING}:_ignore_bidirectional_mask_sdpa"],
+    "sample_masks": (
+        [f"{MASKING}:{name}" for name in MASKS],
         [
+            Reason(MASKING, "find_packed_sequence_indices", "position_ids", "(packed_sequence_mask[:, -1] == 0).all()"),
             Reason(MASKING, "fast_all", "tensor", "return tensor.sum() == tensor.numel()"),
             Reason(MASKING, "_ignore_bidirectional_mask_sdpa", "padding_mask kv_length", "padding_mask.all()"),
         ],
@@ -327,7 +325,7 @@ def test_the_reason_for_a_patch_is_still_in_the_library(reason):
 def test_every_patch_is_listed():
     applied = (*patches.ALWAYS, *gpu_patches.ON_EVERY_GPU, *gpu_patches.OF_RUNS, *gpu_patches.OF_RUNS_ON_GPU)
     everywhere = [patch.__name__ for patch in applied]
-    with_arguments = {"compiled_ops", "item", "rng_state", "record_stream", "packed_samples", "no_padding"}
+    with_arguments = {"compiled_ops", "item", "rng_state", "record_stream", "sample_masks"}
     assert {*everywhere, *with_arguments} == set(PATCHES)
 
 

@@ -6,7 +6,7 @@ For a transformers model, the shard equals the one from DeepSpeed's AutoTP (deep
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -259,15 +259,9 @@ def without_ranks(device: str, sent: Callable[[int], None]) -> Iterator[None]:
         if given.is_floating_point():
             sent(given.nbytes)
 
-    stand_ins = [
-        (comm, "all_to_all_single", exchange),
-        (auto_ep_layer, "compute_split_plan", even_split_plan),
-        (ep_kernels, "fill_indices_cpu", unfilled_indices),
-        (ep_kernels, "fill_indices_wrapper", unfilled_indices),
-        (ep_kernels, "permute_rows_supported", lambda rows: device == "cuda"),
-        (ep_kernels, "gather_rows", gather_rows),
-    ]
-    with ExitStack() as stack:
-        for owner, name, stand_in in stand_ins:
-            stack.enter_context(patch.object(owner, name, stand_in))
+    rows = {"permute_rows_supported": lambda rows: device == "cuda", "gather_rows": gather_rows}
+    indices = dict.fromkeys(("fill_indices_cpu", "fill_indices_wrapper"), unfilled_indices)
+    sends = patch.object(comm, "all_to_all_single", exchange)
+    plan = patch.object(auto_ep_layer, "compute_split_plan", even_split_plan)
+    with sends, plan, patch.multiple(ep_kernels, **rows, **indices):
         yield

@@ -115,41 +115,53 @@ class SimulatedHost(CPU_Accelerator):
 
 
 class SimulatedGpu(SimulatedHost):
-    """A CUDA accelerator for DeepSpeed, with one device."""
+    """A CUDA accelerator for DeepSpeed.
+
+    `name`: the device's type in Python. `index`: this rank's device among the node's `count` devices.
+    """
 
     _torch_pins_host_memory = True
 
-    def __init__(self, meter: AllocationTracker, device_bytes: int):
+    def __init__(
+        self,
+        meter: AllocationTracker,
+        device_bytes: int,
+        name: str = NAME,
+        backend: str = "fake",
+        index: int = 0,
+        count: int = 1,
+    ):
         super().__init__(meter, device_bytes)
-        self._name, self._communication_backend_name = NAME, "fake"
+        self._name, self._communication_backend_name = name, backend
+        self._index, self._count = index, count
 
     def is_synchronized_device(self) -> bool:
         """Return False: as on CUDA, ops are issued before the device has run the earlier ones."""
         return False
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Return torch's name of the device."""
-        return NAME if device_index is None else f"{NAME}:{device_index}"
+        """Return the device's type, with the index if one is given."""
+        return self._name if device_index is None else f"{self._name}:{device_index}"
 
     def device(self, device_index: int | None = None) -> AbstractContextManager[None]:
         """Return a context in which this device is the current one."""
         return nullcontext()
 
     def current_device(self) -> int:
-        """Return 0: there is one device."""
-        return 0
+        """Return the index of this rank's device."""
+        return self._index
 
     def current_device_name(self) -> str:
-        """Return the name of the device."""
-        return f"{NAME}:0"
+        """Return the name of this rank's device."""
+        return f"{self._name}:{self._index}"
 
     def device_count(self) -> int:
-        """Return 1."""
-        return 1
+        """Return the number of devices per node."""
+        return self._count
 
     def on_accelerator(self, tensor: Tensor) -> bool:
         """Return whether a tensor is on the device."""
-        return tensor.device.type == NAME
+        return tensor.device.type == self._name
 
     def is_fp16_supported(self) -> bool:
         """Return True: every GPU in the catalog supports fp16."""

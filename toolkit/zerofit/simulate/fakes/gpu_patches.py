@@ -281,5 +281,4 @@ def apply_to_run(gpu: bool, meter: AllocationTracker, packed: bool, padded: bool
     apply_common(gpu, meter)
     for patch in OF_RUNS + (OF_RUNS_ON_GPU if gpu else ()):
         patch()
-    patches.packed_samples(packed)
-    patches.no_padding(padded)
+    patches.sample_masks(packed, padded)

@@ -29,7 +29,7 @@ def _sees_all(padding_mask: Tensor | None, kv_length: int, local_attention_size:
 
 # transformers searches positions for packed samples, which needs values, and keeps masks when it believes it is traced.
 # Without padding it passes no mask (BART itself makes a mask of ones), and attention gets is_causal
-MASKING = {
+_MASKING: dict[str, Callable[..., object]] = {
     "_ignore_bidirectional_mask_sdpa": _sees_all,
     "find_packed_sequence_indices": lambda position_ids: None,
     "is_tracing": lambda *_, **__: False,
@@ -47,15 +47,25 @@ def document_numbers(position_ids: Tensor) -> Tensor:
     return (torch.diff(position_ids, prepend=first, dim=-1) != 1).cumsum(-1)
 
 
-PACKED_MASKING = {**MASKING, "find_packed_sequence_indices": document_numbers}
+_PACKED_MASKING = {**_MASKING, "find_packed_sequence_indices": document_numbers}
 # padded samples: assume a shorter sample in each batch, so there is a mask; full samples need less memory
-PADDED_MASKING = {
-    **MASKING,
+_PADDED_MASKING = {
+    **_MASKING,
     "fast_all": lambda tensor: False,
     "_ignore_bidirectional_mask_sdpa": lambda padding_mask, *lengths, **more: (
         padding_mask is None and _sees_all(padding_mask, *lengths, **more)
     ),
 }
+
+
+def masking(packed: bool = False, padded: bool = False) -> dict[str, Callable[..., object]]:
+    """Return replacements for functions of transformers.masking_utils.
+
+    `packed`: whether samples have several documents. `padded`: whether samples may end early.
+    """
+    return _PACKED_MASKING if packed else _PADDED_MASKING if padded else _MASKING
+
+
 FLASH_WIDTH = 256  # maximum width of a head (check_head_dim_size_flash)
 _math_attention = functional.scaled_dot_product_attention
 
@@ -79,7 +89,7 @@ def as_on(device: str, sp: int = 1, packed: bool = False, padded: bool = False) 
             stack.enter_context(patch.object(functional, "dropout", _cuda_dropout))
             stack.enter_context(mamba_kernels())
         masking_utils = sys.modules.get("transformers.masking_utils")  # a CNN's trace must not import transformers
-        for name, stand_in in (PACKED_MASKING if packed else PADDED_MASKING if padded else MASKING).items():
+        for name, stand_in in masking(packed, padded).items():
             if hasattr(masking_utils, name):
                 stack.enter_context(patch.object(masking_utils, name, stand_in))
         yield

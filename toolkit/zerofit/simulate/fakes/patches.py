@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import cache
 from types import EllipsisType, FunctionType
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from zerofit.simulate.fakes.device import FakeOps
 from zerofit.simulate.fakes.experts import expert_ops
-from zerofit.simulate.fakes.kernels import MASKING, PACKED_MASKING, PADDED_MASKING
+from zerofit.simulate.fakes.kernels import masking
 from zerofit.simulate.ops.shortcuts import sharing_pieces
 from zerofit.simulate.ops.tracker import AllocationTracker
 from zerofit.train.process_group import compile_no_collectives
@@ -114,31 +114,19 @@ def tracing() -> None:
     """
     from transformers import masking_utils
 
-    replace_in(masking_utils, "is_tracing", MASKING["is_tracing"])
+    replace_in(masking_utils, "is_tracing", masking()["is_tracing"])
 
 
-def packed_samples(packed: bool) -> None:
-    """Keep transformers from reading the values of positions to find packed samples.
+def sample_masks(packed: bool, padded: bool) -> None:
+    """Keep transformers from reading values to find packed samples, and masks that hide nothing (e.g. BART's).
 
+    `packed`: whether samples have several documents. `padded`: whether samples may end early.
     (transformers.masking_utils)
     """
     from transformers import masking_utils
 
-    name = "find_packed_sequence_indices"
-    replace_in(masking_utils, name, (PACKED_MASKING if packed else MASKING)[name])
-
-
-def no_padding(padded: bool) -> None:
-    """Let transformers find that a mask of ones (e.g. BART's) hides nothing.
-
-    (transformers.masking_utils)
-
-    `padded`: whether samples end early, so that masks do hide something.
-    """
-    from transformers import masking_utils
-
-    for name in ("fast_all", "_ignore_bidirectional_mask_sdpa"):
-        replace_in(masking_utils, name, (PADDED_MASKING if padded else MASKING)[name])
+    for name, function in masking(packed, padded).items():
+        replace_in(masking_utils, name, function)
 
 
 def foreach_types() -> None:
@@ -249,21 +237,25 @@ def rng_state(meter: AllocationTracker) -> None:
     torch.get_rng_state = torch.random.get_rng_state = get_rng_state
 
 
+class PlainContext:
+    """A context manager that does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 # In a real run, the tensors are mapped pages of the file until they are copied or cast. The kernel can drop these
 # pages, so they do not count as memory.
-class WeightFile:
+class WeightFile(PlainContext):
     """A file of weights without its data. Its tensors are fakes that do not count as memory."""
 
     def __init__(self, file: str, *args: str, **kwargs: str):
         from safetensors import safe_open
 
         self._file = safe_open(file, *args, **kwargs)
-
-    def __enter__(self) -> WeightFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
     def keys(self) -> list[str]:
         """Return the names of the tensors."""
@@ -278,18 +270,10 @@ class WeightFile:
         return WeightSlice(self._file.get_slice(name))
 
 
-class _LazySlice(Protocol):
-    """The tensor that safetensors' get_slice returns."""
-
-    def get_shape(self) -> list[int]: ...
-
-    def get_dtype(self) -> str: ...
-
-
 class WeightSlice:
-    """A tensor of a weight file that is not yet read."""
+    """A tensor of a weight file that is not yet read. `lazy`: the result of safetensors' get_slice."""
 
-    def __init__(self, lazy: _LazySlice):
+    def __init__(self, lazy: Any):
         self.get_shape, self.get_dtype = lazy.get_shape, lazy.get_dtype
 
     def __getitem__(self, index: EllipsisType | slice | tuple[slice, ...]) -> torch.Tensor:

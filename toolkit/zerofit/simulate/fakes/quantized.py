@@ -102,12 +102,11 @@ def traced_bits(device: str) -> Iterator[None]:
     ) -> object:
         return functions.MatMul8bitFp.apply(a, b, out, bias, state)
 
-    stand_ins = [patch.object(packet, "default", impl) for packet, impl in _unpacking().items()]
-    if device == "cpu":
-        stand_ins.append(patch.object(kinds.bnb, "matmul", on_cpu))
     with ExitStack() as stack:
-        for stand_in in stand_ins:
-            stack.enter_context(stand_in)
+        for packet, impl in _unpacking().items():
+            stack.enter_context(patch.object(packet, "default", impl))
+        if device == "cpu":
+            stack.enter_context(patch.object(kinds.bnb, "matmul", on_cpu))
         yield
 
 

@@ -147,16 +147,10 @@ def _allocations(
 
 def _run(target: SimulationTarget) -> SimulatedRun:
     run, batch = target.job.run, target.job.batch
+    names = ("model", "precision", "seq_len", "loss_chunk", "mlp_chunk", "optimizer", "ds_config")
+    names += ("activation_checkpointing", "activation_offload")
     return SimulatedRun(
-        model=run.model,
-        precision=run.precision,
-        seq_len=run.seq_len,
-        activation_checkpointing=run.activation_checkpointing,
-        activation_offload=run.activation_offload,
-        loss_chunk=run.loss_chunk,
-        mlp_chunk=run.mlp_chunk,
-        optimizer=run.optimizer,
-        ds_config=run.ds_config,
+        **{name: getattr(run, name) for name in names},
         input=target.inputs,
         micro_batch=batch.most_of(coords_of(target.rank, target.job.layout).dp_rank),
         gradient_accumulation_steps=batch.accumulation,

@@ -60,13 +60,17 @@ def knobs(job: Job, written: dict[str, object], named: str | None = None) -> lis
     """
     run, layout, zero = job.run, job.layout, job.ds_config.get("zero_optimization", {})
     found = _half_the_micro_batch(job, written)
+
+    def flag(change: str, **fields: object) -> None:
+        found.append(Knob(change=change, fields=fields, config=written))
+
     chunks, length = offered(job.facts.task, job.facts.model_type), run.seq_len or 0
     chunk, tile = chunks.loss_chunk, chunks.mlp_chunk
     # with one or two chunks, almost as much lives at once
     if chunk and run.loss_chunk is None and job.batch.micro * length > 2 * chunk:
-        found.append(Knob(change=f"--loss-chunk {chunk}", fields={"loss_chunk": chunk}, config=written))
+        flag(f"--loss-chunk {chunk}", loss_chunk=chunk)
     if tile and run.mlp_chunk is None and length // layout.sp > 2 * tile:
-        found.append(Knob(change=f"--mlp-chunk {tile}", fields={"mlp_chunk": tile}, config=written))
+        flag(f"--mlp-chunk {tile}", mlp_chunk=tile)
     # DeepSpeed refuses stages 2 and 3 in a pipeline (PipelineEngine.__init__), and a stage needs ranks to divide among
     stages = range(layout.zero_stage + 1, 2 if layout.pp > 1 else 4) if layout.dp * layout.sp > 1 else ()
     if named in PLAIN:
@@ -74,18 +78,16 @@ def knobs(job: Job, written: dict[str, object], named: str | None = None) -> lis
     else:
         found += [_edited(written, f"ZeRO stage {s}", **{"zero_optimization.stage": s}) for s in stages]
     if run.activation_checkpointing is not True:
-        fields = {"activation_checkpointing": True}
-        found.append(Knob(change="--activation-checkpointing", fields=fields, config=written))
+        flag("--activation-checkpointing", activation_checkpointing=True)
     if run.activation_checkpointing and not run.activation_offload:
-        found.append(Knob(change="--activation-offload", fields={"activation_offload": True}, config=written))
+        flag("--activation-offload", activation_offload=True)
     changes = less_on_device(zero, layout.zero_stage)
     if named in PLAIN and layout.pp == 1:  # a flag selects a bundled JSON, so these JSONs replace the first two changes
         found += [_bundled(name) for name in OFFLOADED if name >= named]
         changes = {name: values for name, values in changes.items() if name == BUCKETS}
     found += [_edited(written, _SHOWN[name], **values) for name, values in changes.items()]
     if run.seq_len and run.seq_len > 1:
-        fields = {"seq_len": run.seq_len // 2}
-        found.append(Knob(change=f"--seq-len {run.seq_len // 2} (shorter sequences)", fields=fields, config=written))
+        flag(f"--seq-len {run.seq_len // 2} (shorter sequences)", seq_len=run.seq_len // 2)
     return found
 
 

@@ -24,7 +24,7 @@ from zerofit.models.hf_config import make_config
 from zerofit.models.partial import differ_by_layer
 from zerofit.simulate.forecast.limits import SUB_GROUP, limits, sub_groups
 from zerofit.simulate.forecast.processes import simulate_all
-from zerofit.simulate.memory.host import extended, highest
+from zerofit.simulate.memory.host import Line, extended, highest
 from zerofit.simulate.record import (
     CollectiveCalls,
     HostMoment,
@@ -36,7 +36,6 @@ from zerofit.simulate.record import (
 )
 from zerofit.spec.errors import Problem
 
-Line = Callable[[float, float], int]
 Row = TypeVar("Row", CollectiveCalls, PhaseFlops)
 
 FEWEST = 2  # layers, if nothing needs more

@@ -69,23 +69,18 @@ def tag_owned_storages(tag: Tag, engine: DeepSpeedEngine) -> None:
             for leaf in tree_leaves(getattr(optimizer, name, None)):
                 for tensor in tree_leaves(getattr(leaf, "buffer", leaf)):  # DeepSpeed's buckets have a buffer
                     tag(tensor, kind)
-        for group in getattr(optimizer, "param_groups", []):
-            for parameter in group["params"]:
-                tag(parameter, MASTER)
-                tag(parameter.grad, GRADIENTS)
-        if isinstance(optimizer, torch.optim.Optimizer):
-            for leaf in tree_leaves(list(optimizer.state.values())):
-                tag(leaf, STATE)
+        tag_optimizer(tag, optimizer, MASTER)
 
 
-def tag_plain_optimizer(tag: Tag, optimizer: torch.optim.Optimizer) -> None:
-    """Tag the storages of an optimizer that steps the model's own parameters."""
-    for group in optimizer.param_groups:
+def tag_optimizer(tag: Tag, optimizer: object, kind: str) -> None:
+    """Tag the storages of an optimizer, with `kind` for its parameters."""
+    for group in getattr(optimizer, "param_groups", []):
         for parameter in group["params"]:
-            tag(parameter, PARAMETERS)
+            tag(parameter, kind)
             tag(parameter.grad, GRADIENTS)
-    for leaf in tree_leaves(list(optimizer.state.values())):
-        tag(leaf, STATE)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for leaf in tree_leaves(list(optimizer.state.values())):
+            tag(leaf, STATE)
 
 
 def optimizer_chain(optimizer: object) -> Iterator[Any]:

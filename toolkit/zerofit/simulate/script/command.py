@@ -5,23 +5,22 @@ Imports torch only if the launcher's parser imports it.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import shutil
 import sys
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 from zerofit.simulate.record import SentTensors
 from zerofit.spec.devices import Device
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.process import deepspeed_quiet
 from zerofit.spec.units import counted
 
 # options of the interpreter that are followed by a value
@@ -49,8 +48,8 @@ class ScriptCommand:
     words: tuple[str, ...]  # as typed
     launcher: str  # "python", "torchrun", "deepspeed" or "accelerate launch"
     script: str  # a file, or a module's name
-    is_module: bool
     arguments: tuple[str, ...]
+    is_module: bool = False
     launcher_words: tuple[str, ...] = ()  # the launcher's options, and all after them
     gpus: int | None = None  # ranks per node; None if the launcher's options do not set it
     nodes: int | None = None
@@ -170,27 +169,18 @@ def _installed_program(program: str) -> str | None:
 def _python(rest: list[str], words: tuple[str, ...], notes: tuple[str, ...]) -> ScriptCommand:
     while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
         rest = rest[2 if rest[0] in _PYTHON_VALUES else 1 :]
-    if rest[:1] == ["-m"] and rest[1:2]:
-        launcher = _AS_MODULE.get(rest[1])
+    is_module = rest[:1] == ["-m"] and len(rest) > 1
+    if is_module:
+        rest = rest[1:]
+        launcher = _AS_MODULE.get(rest[0])
         if launcher:
-            return _READERS[launcher](rest[2:], words)
-        return _script("python", rest[1], rest[2:], words, is_module=True, notes=notes)
-    if not rest or rest[0] == "-c":
+            return _READERS[launcher](rest[1:], words)
+    elif not rest or rest[0] == "-c":
         raise _refused("the command names no script", "write the script's file, or -m and a module")
-    return _script("python", rest[0], rest[1:], words, notes=notes)
-
-
-def _script(
-    launcher: str,
-    script: str,
-    arguments: Sequence[str],
-    words: tuple[str, ...],
-    *,
-    is_module: bool = False,
-    **more: Any,
-) -> ScriptCommand:
-    read = {"launcher": launcher, "script": script, "is_module": is_module, "arguments": tuple(arguments)}
-    return ScriptCommand(words=words, **read, **more)
+    script, *arguments = rest
+    return ScriptCommand(
+        words=words, launcher="python", script=script, is_module=is_module, arguments=tuple(arguments), notes=notes
+    )
 
 
 def _torchrun(rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
@@ -213,12 +203,12 @@ def _torch(name: str, parse: Parser, rest: list[str], words: tuple[str, ...]) ->
     # Without these options, the 1 rank of torchrun is only a default. On the user's machine, PET_NPROC_PER_NODE may
     # replace it (torch/distributed/argparse_util.py). So --gpus decides.
     given = any(word.startswith(("--nproc", "--nnodes")) for word in own)
-    return _script(
-        "torchrun",
-        asked.training_script,
-        asked.training_script_args,
-        words,
+    return ScriptCommand(
+        words=words,
+        launcher="torchrun",
+        script=asked.training_script,
         is_module=asked.module,
+        arguments=tuple(asked.training_script_args),
         launcher_words=tuple(rest),
         gpus=int(each) if each.isdigit() and given else None,  # "gpu" and "auto": as many as the host has devices
         nodes=parse_min_max_nnodes(asked.nnodes)[1] if given else None,  # "1:4" starts with 1 to 4 nodes
@@ -227,17 +217,17 @@ def _torch(name: str, parse: Parser, rest: list[str], words: tuple[str, ...]) ->
 
 
 def _deepspeed(rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
-    with _quiet():
+    with deepspeed_quiet():
         from deepspeed.launcher.runner import parse_args
 
     asked = _parsed("deepspeed", parse_args, rest)
     gpus, nodes = _deepspeed_resources(asked)
-    return _script(
-        "deepspeed",
-        asked.user_script,
-        asked.user_args,
-        words,
+    return ScriptCommand(
+        words=words,
+        launcher="deepspeed",
+        script=asked.user_script,
         is_module=asked.module,
+        arguments=tuple(asked.user_args),
         launcher_words=tuple(rest),
         gpus=gpus,
         nodes=nodes,
@@ -282,12 +272,12 @@ def _accelerate(rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
     if ranks and nodes and ranks % nodes:
         hint = "set --num_processes to a multiple of --num_machines"
         raise _refused(f"accelerate launch: {ranks} processes on {nodes} machines", hint)
-    return _script(
-        "accelerate launch",
-        asked.training_script,
-        asked.training_script_args,
-        words,
+    return ScriptCommand(
+        words=words,
+        launcher="accelerate launch",
+        script=asked.training_script,
         is_module=asked.module,
+        arguments=tuple(asked.training_script_args),
         launcher_words=tuple(rest),
         gpus=ranks // (nodes or 1) if ranks else None,
         nodes=nodes if ranks else None,
@@ -311,17 +301,6 @@ def _parsed(launcher: str, parse: Parser, rest: list[str]) -> Namespace:
     except SystemExit:  # argparse has written "PROGRAM: error: REASON" as the last line
         last = (said.getvalue().strip().splitlines() or ["it names no script"])[-1]
         raise _refused(f"{launcher}: {last.partition('error: ')[2] or last}", f"see {launcher} --help") from None
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the warnings about a missing GPU that DeepSpeed's import prints."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def _refused(message: str, hint: str) -> UserError:

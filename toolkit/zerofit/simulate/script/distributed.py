@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -46,15 +46,6 @@ _WORTH_SAYING = 1 << 20  # bytes
 
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_reduce_coalesced")
 _rules = torch.library.Library("c10d", "IMPL")  # removes its rules when it is deleted
-
-
-class _Zero3Parameter(Protocol):
-    """A parameter with the attributes that ZeRO-3 adds."""
-
-    ds_numel: int  # elements of the full parameter
-    ds_persist: bool  # whether it stays gathered
-
-    def element_size(self) -> int: ...
 
 
 def process_groups(target: ScriptTarget) -> None:
@@ -213,9 +204,9 @@ def held_parameters(meter: ScriptTracker) -> None:
         return
     kind, name = PartitionedParameterCoordinator, "release_backward_leftovers"
     release = getattr(kind, name)
-    held: set[_Zero3Parameter] = set()
+    held = set[Any]()  # parameters with the attributes that ZeRO-3 adds
 
-    def assigned(sub_module: nn.Module, param: _Zero3Parameter) -> None:
+    def assigned(sub_module: nn.Module, param: Any) -> None:
         # only reentrant checkpoints recompute in an autograd node of this name (torch/utils/checkpoint.py)
         node = torch._C._current_autograd_node()
         if node is not None and node.name() == "CheckpointFunctionBackward" and not param.ds_persist:

@@ -72,12 +72,12 @@ def repeated_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
     return found
 
 
-def _optimizers(make: Callable[..., object], names: tuple[str, ...] = ("Adam", "AdamW")) -> None:
+def _optimizers(make: Callable[..., object]) -> None:
     """Replace torch's optimizers by the result of `make(original, parameters, ...)`.
 
     (torch.optim.Adam, AdamW)
     """
-    for name in names:
+    for name in ("Adam", "AdamW"):
         original = getattr(torch.optim, name)
 
         def new(cls: type, *args: object, original: type = original, **kwargs: object) -> object:

@@ -10,6 +10,7 @@ import math
 import pickle
 from collections.abc import Callable, Hashable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
@@ -177,22 +178,15 @@ class Repeats:
             return _LayoutReader(io.BytesIO(calls.outputs)).load()
         self._is_running = True
         try:
-            return self._run(calls, method, module, args, kwargs)
+            return self._run(calls, partial(method, module, *args, **kwargs))
         finally:
             self._is_running = False
 
-    def _run(
-        self,
-        calls: _Calls,
-        method: Callable[..., object],
-        module: nn.Module,
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-    ) -> object:
+    def _run(self, calls: _Calls, call: Callable[[], object]) -> object:
         ledger, before, log = self._meter.ledger, calls.changes, self._meter.streams.issued
         calls.start, begin = max(calls.start, self._meter.live()), len(ledger.events)
         first, flops = self._meter.streams.place, self._meter.flops.total()
-        out = method(module, *args, **kwargs)
+        out = call()
         calls.changes = [change for _, change in ledger.events[begin:]]
         calls.flops, items = self._meter.flops.total() - flops, log.items[first:] if log else []
         calls.issued = [work for work in items if isinstance(work, IssuedWork) and work.kind in _ALONE]

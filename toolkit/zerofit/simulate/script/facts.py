@@ -55,13 +55,9 @@ class BatchShapes:
 
         Recurrent layers and attention without `batch_first` have inputs of this shape.
         """
-        if (
-            getattr(module, "batch_first", True) is False
-            and args
-            and isinstance(args[0], Tensor)
-            and args[0].dim() == 3
-        ):
-            self._steps_first.add(tuple(args[0].shape[:2]))
+        x = args[0] if args and getattr(module, "batch_first", True) is False else None
+        if isinstance(x, Tensor) and x.dim() == 3:
+            self._steps_first.add(tuple(x.shape[:2]))
 
     @property
     def micro_batch(self) -> int:

@@ -30,7 +30,7 @@ from urllib.parse import quote, unquote
 
 import multiprocess  # of dill's authors, which datasets uses
 
-from zerofit.simulate.fakes.patches import replace_in
+from zerofit.simulate.fakes.patches import PlainContext, replace_in
 from zerofit.simulate.script.tracker import ScriptTracker
 
 _CACHES = ("HF_HOME", "HF_DATASETS_CACHE", "XDG_CACHE_HOME")  # variables that name cache folders
@@ -293,7 +293,7 @@ class _Entry:
         return getattr(self._entry, name)
 
 
-class _Entries:
+class _Entries(PlainContext):
     """The iterator that os.scandir returns. A script may use it as a context manager."""
 
     def __init__(self, entries: Iterable[os.DirEntry[str] | _Entry]):
@@ -305,13 +305,8 @@ class _Entries:
     def __next__(self) -> os.DirEntry[str] | _Entry:
         return next(self._entries)
 
-    def __enter__(self) -> _Entries:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    close = __exit__
+    def close(self) -> None:
+        """Do nothing."""
 
 
 def processes() -> None:
@@ -373,7 +368,7 @@ def scratch_files() -> ScratchFiles:
     return files
 
 
-class SilentWriter:
+class SilentWriter(PlainContext):
     """A tensorboard writer that accepts every call and writes nothing."""
 
     def __init__(self, *_: object, **__: object):
@@ -383,12 +378,6 @@ class SilentWriter:
         if name.startswith("__"):
             raise AttributeError(name)
         return lambda *_, **__: None
-
-    def __enter__(self) -> SilentWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 def saving(meter: ScriptTracker, savers: Mapping[str, tuple[str, ...]] = SAVERS) -> None:

@@ -26,10 +26,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zerofit.simulate.fakes import device
 from zerofit.simulate.fakes.autocast import autocast_as_cuda
-from zerofit.simulate.fakes.patches import replace_in
+from zerofit.simulate.fakes.patches import PlainContext, replace_in
 from zerofit.simulate.memory.ledger import DEVICE
 from zerofit.simulate.ops.streams import Streams
-from zerofit.simulate.ops.tracker import AllocationTracker
 from zerofit.simulate.script.command import ScriptTarget
 from zerofit.simulate.script.tracker import SIMULATED, ScriptTracker, on_simulated
 from zerofit.spec.memory_kinds import WORKSPACES
@@ -39,39 +38,11 @@ _HOSTS = ("cpu", "meta")
 _STATE_BYTES = 16  # of a CUDA generator: seed and offset (torch/distributed/tensor/_random.py, _PhiloxState)
 
 
-class ScriptGpu(device.SimulatedGpu):
-    """DeepSpeed's accelerator, with the device names that scripts use."""
-
-    def __init__(self, meter: AllocationTracker, target: ScriptTarget):
-        super().__init__(meter, target.device.memory_bytes)
-        self._name, self._communication_backend_name = SHOWN, "nccl"
-        self._local, self._count = target.rank % target.gpus, target.gpus
-
-    def device_name(self, device_index: int | None = None) -> str:
-        """Return "cuda", or "cuda:N" if an index is given."""
-        return SHOWN if device_index is None else f"{SHOWN}:{device_index}"
-
-    def current_device(self) -> int:
-        """Return the index of this rank on its node."""
-        return self._local
-
-    def current_device_name(self) -> str:
-        """Return the name of this rank's device."""
-        return f"{SHOWN}:{self._local}"
-
-    def device_count(self) -> int:
-        """Return the number of devices per node."""
-        return self._count
-
-    def on_accelerator(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is on the device."""
-        return tensor.device.type == SHOWN
-
-
 def install_gpu(meter: ScriptTracker, target: ScriptTarget) -> None:
     """Make torch and DeepSpeed use the simulated GPU."""
     device.register(meter)
-    real_accelerator.set_accelerator(ScriptGpu(meter, target))
+    size, local = target.device.memory_bytes, target.rank % target.gpus
+    real_accelerator.set_accelerator(device.SimulatedGpu(meter, size, SHOWN, "nccl", local, target.gpus))
     for patch in (device_shown, to_device, constructors, generators):
         patch(meter, target)
 
@@ -226,14 +197,8 @@ class _Properties(SimpleNamespace):
     """The properties of a device, as scripts read them."""
 
 
-class _Context(contextlib.ContextDecorator):
+class _Context(PlainContext, contextlib.ContextDecorator):
     def __init__(self, *_: object, **__: object):
-        pass
-
-    def __enter__(self) -> _Context:
-        return self
-
-    def __exit__(self, *_: object) -> None:
         pass
 
 

@@ -12,8 +12,8 @@ from functools import cache, partial
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from types import ModuleType
-from typing import Any, Protocol, cast
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,21 @@ _HOST_WORK = 10**9  # multiply-adds of a layer that is run to ask oneDNN for its
 _WORKSPACES = 2  # times the weights; 1.46 and 1.45 times in that issue
 
 
+def _set_rule(outputs: Callable[..., object], *ops: OpOverload) -> None:
+    """Set the shape rule of ops. `outputs` gets an op's arguments, and allocates what the op returns."""
+
+    def rule(mode: FakeTensorMode, _: OpOverload, *args: object, **kwargs: object) -> object:
+        with mode:
+            return outputs(*args, **kwargs)
+
+    for op in ops:
+        fake_impls.op_implementations_dict[op] = rule
+
+
+def _alike(x: Tensor, *_: object, **__: object) -> Tensor:
+    return torch.empty_like(x)
+
+
 def synchronized_norms(meter: ScriptTracker) -> None:
     """Give the CUDA-only kernels of torch.nn.SyncBatchNorm their output shapes.
 
@@ -58,38 +73,17 @@ def synchronized_norms(meter: ScriptTracker) -> None:
             meter.all_true = False
 
     # mean and inverse deviation, which the kernels compute in float32 even for 16-bit inputs
-    def statistics(mode: FakeTensorMode, func: OpOverload, x: Tensor, *_: object, **__: object) -> object:
-        with mode:
-            return tuple(x.new_empty(x.shape[1], dtype=torch.float32) for _ in range(2))
+    def statistics(x: Tensor, *_: object, **__: object) -> object:
+        return tuple(x.new_empty(x.shape[1], dtype=torch.float32) for _ in range(2))
 
-    def sums(
-        mode: FakeTensorMode,
-        func: OpOverload,
-        grad: Tensor,
-        x: Tensor,
-        mean: Tensor,
-        invstd: Tensor,
-        weight: Tensor | None,
-        *_: object,
-    ) -> object:
+    def sums(grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, *_: object) -> object:
         kind = x.dtype if weight is None else weight.dtype
-        with mode:
-            kinds = (torch.float32, torch.float32, kind, kind)
-            return tuple(x.new_empty(x.shape[1], dtype=kind) for kind in kinds)
-
-    def like(mode: FakeTensorMode, func: OpOverload, x: Tensor, *_: object, **__: object) -> object:
-        with mode:
-            return torch.empty_like(x)
+        return tuple(x.new_empty(x.shape[1], dtype=dtype) for dtype in (torch.float32, torch.float32, kind, kind))
 
     aten = torch.ops.aten
-    for op, rule in (
-        (aten.batch_norm_stats, statistics),
-        (aten.batch_norm_gather_stats_with_counts, statistics),
-        (aten.batch_norm_elemt, like),
-        (aten.batch_norm_backward_reduce, sums),
-        (aten.batch_norm_backward_elemt, like),
-    ):
-        fake_impls.op_implementations_dict[op.default] = rule
+    _set_rule(statistics, aten.batch_norm_stats.default, aten.batch_norm_gather_stats_with_counts.default)
+    _set_rule(_alike, aten.batch_norm_elemt.default, aten.batch_norm_backward_elemt.default)
+    _set_rule(sums, aten.batch_norm_backward_reduce.default)
     replace_in(SyncBatchNorm, "forward", staticmethod(forward))
 
 
@@ -114,37 +108,24 @@ def missing_shapes(meter: ScriptTracker) -> None:
         return loss_of(scores, targets, numbers(inputs, len(scores)), numbers(lengths, targets.shape[-1]), *rest)
 
     # the loss of each sample, and alpha: a score for each place in the targets with blanks between the labels
-    def ctc(
-        mode: FakeTensorMode, _: OpOverload, scores: Tensor, targets: Tensor, __: object, lengths: list[int], *___: int
-    ) -> object:
+    def ctc(scores: Tensor, targets: Tensor, _: object, lengths: list[int], *__: int) -> object:
         steps, samples, _classes = scores.shape
-        with mode:
-            return scores.new_empty(samples), scores.new_empty(samples, steps, 2 * max(lengths) + 1)
+        return scores.new_empty(samples), scores.new_empty(samples, steps, 2 * max(lengths) + 1)
 
-    def alike(mode: FakeTensorMode, _: OpOverload, x: Tensor, *__: object, **___: object) -> object:
-        with mode:
-            return torch.empty_like(x)
+    def with_mask(x: Tensor, *_: object, **__: object) -> object:
+        return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
 
-    def with_mask(mode: FakeTensorMode, _: OpOverload, x: Tensor, *__: object, **___: object) -> object:
-        with mode:
-            return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
-
-    def of_scores(mode: FakeTensorMode, _: OpOverload, loss: Tensor, scores: Tensor, *__: object) -> object:
-        with mode:
-            return torch.empty_like(scores)
-
-    fake_impls.op_implementations_dict[aten._ctc_loss.default] = ctc
-    fake_impls.op_implementations_dict[aten._ctc_loss_backward.default] = of_scores
+    _set_rule(ctc, aten._ctc_loss.default)
+    _set_rule(lambda loss, scores, *_: torch.empty_like(scores), aten._ctc_loss_backward.default)
     replace_in(torch, "ctc_loss", ctc_loss)
-    for op in (aten._sample_dirichlet, aten._standard_gamma_grad, aten._dirichlet_grad, aten.binomial):
-        fake_impls.op_implementations_dict[op.default] = alike
-    for op in (aten.fake_quantize_per_tensor_affine_cachemask, aten.fake_quantize_per_channel_affine_cachemask):
-        fake_impls.op_implementations_dict[op.default] = with_mask
+    _set_rule(_alike, aten._sample_dirichlet.default, aten._standard_gamma_grad.default)
+    _set_rule(_alike, aten._dirichlet_grad.default, aten.binomial.default)
+    _set_rule(with_mask, aten.fake_quantize_per_tensor_affine_cachemask.default)
+    _set_rule(with_mask, aten.fake_quantize_per_channel_affine_cachemask.default)
     # torch has rules for Adam and AdamW, but not if the learning rate is a tensor
     steps = [aten._fused_adam_.tensor_lr, aten._fused_adamw_.tensor_lr, aten._fused_sgd_.default]
     steps += [aten._fused_sgd_.tensor_lr, aten._fused_adagrad_.default, aten._fused_adagrad_.tensor_lr]
-    for op in steps:
-        fake_impls.op_implementations_dict[op] = lambda *_, **__: None
+    _set_rule(lambda *_, **__: None, *steps)
 
 
 def sparse_gradients(meter: ScriptTracker) -> None:
@@ -179,17 +160,6 @@ def sparse_gradients(meter: ScriptTracker) -> None:
     replace_in(torch.optim.SparseAdam, "step", step)
 
 
-class _FlashContext(Protocol):
-    """What forward keeps for backward."""
-
-    saved_tensors: tuple[Tensor, ...]
-    packed: int
-    sequences: int
-    width: int
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
-
-
 class _FlashAttention(torch.autograd.Function):
     """Forward and backward of flash_attn 2.
 
@@ -199,7 +169,7 @@ class _FlashAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: _FlashContext, packed: int, sequences: int, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, packed: int, sequences: int, *inputs: Tensor) -> Tensor:
         """Return the output.
 
         `packed`: how many of q, k and v are in the last tensor. `sequences`: number of sequences; 0 unless varlen.
@@ -218,7 +188,7 @@ class _FlashAttention(torch.autograd.Function):
         return out[..., :width]
 
     @staticmethod
-    def backward(ctx: _FlashContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, out, _, _ = ctx.saved_tensors
         heads, width = out.shape[-2:]
         unit = _NARROW if width <= 128 else _WIDE
@@ -246,10 +216,10 @@ def flash_attention_package(meter: ScriptTracker) -> None:
     """
 
     def attention(packed: int, varlen: bool) -> object:
-        tensors = {0: 3, 2: 2, 3: 1}[packed]
+        names = {0: ("q", "k", "v"), 2: ("q", "kv"), 3: ("qkv",)}[packed]
+        tensors = len(names)
 
         def function(*args: Tensor, return_attn_probs: bool = False, **kwargs: Tensor) -> object:
-            names = ("qkv",) if packed == 3 else ("q", "kv") if packed == 2 else ("q", "k", "v")
             inputs = [*args[:tensors], *(kwargs[name] for name in names[len(args[:tensors]) :])]
             sequences = 0
             if varlen:
@@ -290,13 +260,6 @@ def flash_attention_package(meter: ScriptTracker) -> None:
         replace_in(module, "is_flash_attn_2_available", lambda *_, **__: True)
 
 
-class _Active:
-    """What torch keeps while it uses another FlashAttention."""
-
-    def remove(self) -> None:
-        """Do nothing: no kernels were registered."""
-
-
 def newer_flash_attention(meter: ScriptTracker) -> None:
     """Let scripts activate FlashAttention 3 or 4 without its package.
 
@@ -304,9 +267,9 @@ def newer_flash_attention(meter: ScriptTracker) -> None:
     """
     for name in _registry.list_flash_attention_impls():
 
-        def activate(name: str = name) -> _Active:
+        def activate(name: str = name) -> SimpleNamespace:
             meter.note(f"{name}: memory as with FlashAttention 2")
-            return _Active()
+            return SimpleNamespace(remove=lambda: None)  # no kernels were registered
 
         _registry.register_flash_attention_impl(name, register_fn=activate)
 
@@ -348,15 +311,6 @@ class _Layers:
     dtype: torch.dtype  # of the kernel; autocast's, if it is on
 
 
-class _RecurrentContext(Protocol):
-    """What forward keeps for backward."""
-
-    saved_tensors: tuple[Any, ...]  # tensors, and None for what a kind of layer lacks
-    layers: _Layers
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
-
-
 class _Recurrent(torch.autograd.Function):
     """cuDNN's kernels for (steps, samples, width) or packed rows.
 
@@ -365,7 +319,7 @@ class _Recurrent(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _RecurrentContext, layers: _Layers, x: Tensor, hx: Tensor, cx: Tensor | None, *weights: Tensor
+        ctx: Any, layers: _Layers, x: Tensor, hx: Tensor, cx: Tensor | None, *weights: Tensor
     ) -> tuple[Tensor | None, ...]:
         x, hx = x.contiguous(), hx.contiguous()
         hidden = weights[1].shape[1]  # of the projection, if there is one
@@ -384,7 +338,7 @@ class _Recurrent(torch.autograd.Function):
         return out, *states
 
     @staticmethod
-    def backward(ctx: _RecurrentContext, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs. The gradients of all weights are parts of one tensor."""
         x, hx, cx, _, _, _, *weights = ctx.saved_tensors
         output = None if grads[0] is None else grads[0].contiguous()
@@ -406,16 +360,14 @@ def host_layers() -> None:
 
     torch's shape rule lacks it. (aten::mkldnn_rnn_layer)
     """
-    op = torch.ops.aten.mkldnn_rnn_layer.default
 
     # of `rest`: [4] is the state, [9] the hidden size, and [-1] whether the layer trains
-    def layer(mode: FakeTensorMode, func: OpOverload, x: Tensor, *rest: Any) -> object:
+    def layer(x: Tensor, *rest: Any) -> object:
         size = _host_workspace(tuple(x.shape), rest[9], x.dtype) if rest[-1] else 0
-        with mode:
-            out, state = x.new_empty(*x.shape[:2], rest[9]), rest[4].shape
-            return out, x.new_empty(state), x.new_empty(state), torch.empty(size, dtype=torch.uint8)
+        out, state = x.new_empty(*x.shape[:2], rest[9]), rest[4].shape
+        return out, x.new_empty(state), x.new_empty(state), torch.empty(size, dtype=torch.uint8)
 
-    fake_impls.op_implementations_dict[op] = layer
+    _set_rule(layer, torch.ops.aten.mkldnn_rnn_layer.default)
     replace_in(torch._VF, "_pack_padded_sequence", partial(_pack, torch._VF._pack_padded_sequence))
 
 

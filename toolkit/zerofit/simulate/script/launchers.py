@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from itertools import dropwhile, takewhile
 from types import SimpleNamespace
@@ -28,7 +28,6 @@ from zerofit.spec.errors import UserError
 _Default = TypeVar("_Default")
 
 _STARTERS = ("simple_launcher", "multi_gpu_launcher", "deepspeed_launcher", "tpu_launcher")  # of accelerate
-_NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _PLACED = ("RANK", "WORLD_SIZE", "MASTER_", "OMP_", "CUDA_VISIBLE_DEVICES", "PYTHONPATH")  # zerofit sets these itself
 
 _ASSIGNMENT = re.compile(r"\w+=")  # before a command in a shell
@@ -157,7 +156,7 @@ class _WithoutLauncher(os._Environ):
     a DeepSpeed script needs no launcher.
     """
 
-    hidden = frozenset(_NUMBERS)
+    hidden = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"})
 
     def get(self, key: str, default: _Default | None = None) -> str | _Default | None:
         """Return the variable's value, or `default`."""
@@ -230,9 +229,7 @@ def _of_accelerate(target: ScriptTarget) -> dict[str, str]:
     options.num_processes, options.num_machines = target.world_size, target.nodes
     # run accelerate's own code up to the function that would start processes
     starts: list[tuple[str, argparse.Namespace]] = []
-    with ExitStack() as stack:
-        for name in _STARTERS:
-            stack.enter_context(patch.object(launch, name, lambda args, name=name: starts.append((name, args))))
+    with patch.multiple(launch, **{n: lambda args, name=n: starts.append((name, args)) for n in _STARTERS}):
         launch.launch_command(options)
     ((starter, args),) = starts
     args.main_process_port = args.main_process_port or 0  # prepare_simple_launcher_cmd_env needs one for several nodes

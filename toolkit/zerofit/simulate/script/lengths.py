@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ class Lengths:
         """Return the longest allowed sequence in tokens and what limits it; (0, "") without a limit."""
         # reading all rows takes seconds, so only if the data set decides
         if not self.trainer and not self.tokenizer and id(self.dataset) not in self._rows:
-            self._rows[id(self.dataset)] = _longest_row(self.dataset)
+            self._rows[id(self.dataset)] = max(_sizes(self.dataset, _tokens), default=0)
         # the first limit that the script sets decides: a trainer truncates what its tokenizer returned
         limits = {
             "the trainer's max_length": self.trainer,
@@ -212,18 +212,22 @@ def largest_samples(meter: ValueTracker) -> None:
 
 
 def _by_size(dataset: Sequence[object], meter: ValueTracker) -> list[int]:
-    """Return the samples' indices, largest first; [] if all have the same size.
-
-    Reading the samples stops after ROWS_S seconds.
-    """
-    sizes, deadline = list[int](), time.monotonic() + ROWS_S
-    with suppress(Exception), _disable_current_modes(), unset_fake_temporarily():  # a sample's code can raise anything
-        for n in range(len(dataset)):
-            sizes.append(_sample_size(dataset[n]))
-            if time.monotonic() > deadline:
-                meter.note(f"--longest: the sizes of {len(sizes)} of {len(dataset)} samples were read")
-                break
+    """Return the samples' indices, largest first; [] if all have the same size."""
+    sizes = _sizes(dataset, _sample_size)
+    if 0 < len(sizes) < len(dataset):
+        meter.note(f"--longest: the sizes of {len(sizes)} of {len(dataset)} samples were read")
     return sorted(range(len(sizes)), key=lambda n: -sizes[n]) if len(set(sizes)) > 1 else []
+
+
+def _sizes(rows: Any, size_of: Callable[[object], int]) -> list[int]:
+    """Return the sizes of a data set's rows. Stop after ROWS_S seconds, or if a row cannot be read."""
+    sizes, deadline = list[int](), time.monotonic() + ROWS_S
+    with suppress(Exception), _disable_current_modes(), unset_fake_temporarily():  # a row's code can raise anything
+        for n in range(len(rows)):
+            sizes.append(size_of(rows[n]))
+            if time.monotonic() > deadline:
+                break
+    return sizes
 
 
 def _sample_size(sample: object) -> int:
@@ -258,25 +262,12 @@ def batches(lengths: Lengths, longest: bool) -> None:
     replace_in(_BaseDataLoaderIter, "__next__", following)
 
 
-def _longest_row(dataset: object) -> int:
-    """Return the number of tokens in the longest row; 0 without tokens.
-
-    Reading the rows stops after ROWS_S seconds.
-    """
-    longest, deadline = 0, time.monotonic() + ROWS_S
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        return 0
-    rows = cast("Sequence[object]", dataset)
-    with suppress(Exception), _disable_current_modes(), unset_fake_temporarily():  # a row's code can raise anything
-        for n in range(len(rows)):
-            row = rows[n]
-            # a row of a TensorDataset is a tuple, and a row of a list of token lists is the list itself
-            tokens = row.get("input_ids") if isinstance(row, Mapping) else row[0] if isinstance(row, tuple) else row
-            if isinstance(tokens, list) or getattr(tokens, "ndim", 0) == 1:
-                longest = max(longest, len(cast("Sequence[object]", tokens)))
-            if time.monotonic() > deadline:
-                break
-    return longest
+def _tokens(row: object) -> int:
+    """Return the number of tokens in a row; 0 without tokens."""
+    # a row of a TensorDataset is a tuple, and a row of a list of token lists is the list itself
+    tokens = row.get("input_ids") if isinstance(row, Mapping) else row[0] if isinstance(row, tuple) else row
+    is_list = isinstance(tokens, list) or getattr(tokens, "ndim", 0) == 1
+    return len(cast("Sequence[object]", tokens)) if is_list else 0
 
 
 def _longer(value: object, seen: int, columns: Tensor, targets: int) -> object:

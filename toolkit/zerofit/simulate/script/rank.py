@@ -38,7 +38,7 @@ from zerofit.simulate.fakes.device import install
 from zerofit.simulate.fakes.gpu_patches import apply_common
 from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.fakes.quantized import moments_of_eight_bits
-from zerofit.simulate.memory.categories import tag_owned_storages, tag_plain_optimizer, watch_gradient
+from zerofit.simulate.memory.categories import tag_optimizer, tag_owned_storages, watch_gradient
 from zerofit.simulate.memory.snapshot import StackLog
 from zerofit.simulate.ops.costs import Scratch, scratch_on
 from zerofit.simulate.ops.issued import IssuedLog
@@ -61,6 +61,7 @@ from zerofit.simulate.script.lengths import Lengths
 from zerofit.simulate.script.phases import ScriptPhases
 from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.memory_kinds import PARAMETERS
 
 LEAF_HINT = (
     "if the inputs of a leaf module need no gradient, DeepSpeed also fails on real ranks: "
@@ -120,8 +121,8 @@ def simulate_script_rank(
             evaluate(trainer, log, meter)
         gather_to_save(engines, log)
 
-    learn, score = _learner(meter, lengths_seen, watched, edit), Repeats(meter)
-    phases = ScriptPhases(log, target.steps, learn, on_batch, on_end, score)
+    learn = partial(_learn, meter, lengths_seen, watched, edit)
+    phases = ScriptPhases(log, target.steps, learn, on_batch, on_end, Repeats(meter))
     generation(meter, log)
     colocated_vllm(meter, log, target)
     evaluations(log)
@@ -129,7 +130,14 @@ def simulate_script_rank(
     if give_up is not None:
         watch_progress(meter, log, give_up)
     issued = IssuedLog()
-    log.on_begin = _announcer(meter, phases, say, issued, target.steps - 1)
+
+    def on_begin(name: str, step: int) -> None:
+        _tag(meter, phases)
+        meter.begin(name, step)
+        meter.streams.issued = issued if name in STEPS and step == target.steps - 1 else None
+        say(phase_name(name, step))
+
+    log.on_begin = on_begin
     # torch gives an op to the mode that was entered last: `meter` gets it first, and runs it on `fakes` if necessary
     with fakes, meter:
         phases.cut()
@@ -215,25 +223,21 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     saved.saved_tokenizers(scratch)
 
 
-def _learner(
-    meter: ScriptTracker, seen: Lengths, watched: FaultLog, edit: Callable[[nn.Module], None]
-) -> Callable[[nn.Module], None]:
-    """Return the callback for each model that trains. It runs before the model's first forward."""
-
-    def learn(model: nn.Module) -> None:
-        # packages that only some scripts import are patched once the script has imported them
-        files.saving(meter, files.OF_PACKAGES)
-        if "bitsandbytes" in sys.modules:
-            moments_of_eight_bits(meter.device != "cpu")
-        edit(model)
-        seen.learn_model(model)
-        watched.learn_model(model)
-        meter.learn_names(model)
-        for parameter in model.parameters():
-            if not is_lazy(parameter):
-                _watch(meter, parameter)
-
-    return learn
+def _learn(
+    meter: ScriptTracker, seen: Lengths, watched: FaultLog, edit: Callable[[nn.Module], None], model: nn.Module
+) -> None:
+    """Record a model that trains. Must be called before its first forward."""
+    # packages that only some scripts import are patched once the script has imported them
+    files.saving(meter, files.OF_PACKAGES)
+    if "bitsandbytes" in sys.modules:
+        moments_of_eight_bits(meter.device != "cpu")
+    edit(model)
+    seen.learn_model(model)
+    watched.learn_model(model)
+    meter.learn_names(model)
+    for parameter in model.parameters():
+        if not is_lazy(parameter):
+            _watch(meter, parameter)
 
 
 def _watch(meter: ScriptTracker, parameter: Tensor) -> None:
@@ -263,28 +267,11 @@ def watch_progress(meter: ScriptTracker, log: PhaseLog, give_up: Callable[[Probl
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _announcer(
-    meter: ScriptTracker, phases: ScriptPhases, say: Callable[[str], None], issued: IssuedLog, last: int
-) -> Callable[[str, int], None]:
-    """Return the callback for each phase.
-
-    `issued` gets the work that the rank issues in step `last`.
-    """
-
-    def begin(name: str, step: int) -> None:
-        _tag(meter, phases)
-        meter.begin(name, step)
-        meter.streams.issued = issued if name in STEPS and step == last else None
-        say(phase_name(name, step))
-
-    return begin
-
-
 def _tag(meter: ScriptTracker, phases: ScriptPhases) -> None:
     for engine in phases.engines:
         tag_owned_storages(meter.tag, engine)
     for optimizer in phases.optimizers:
-        tag_plain_optimizer(meter.tag, optimizer)
+        tag_optimizer(meter.tag, optimizer, PARAMETERS)
 
 
 def _run(target: ScriptTarget, meter: ScriptTracker, watched: FaultLog) -> tuple[str, bool]:

@@ -7,8 +7,8 @@ import os
 import pickle
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map
 
-from zerofit.simulate.fakes.patches import replace_in
+from zerofit.simulate.fakes.patches import PlainContext, replace_in
 from zerofit.simulate.script.files import ScratchFiles
 from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.simulate.script.value_tracker import HOLDS_NOTHING_BYTES
@@ -184,13 +184,9 @@ _Device = torch.device | str | int
 MapLocation = Callable[[_PlacedStorage, str], _PlacedStorage | None] | Mapping[str, _Device] | _Device | None
 
 
-@contextmanager
-def _opened(file: StrPath | IO[bytes], mode: str) -> Iterator[IO[bytes]]:
-    if isinstance(file, (str, os.PathLike)):
-        with open(file, mode) as opened:
-            yield cast("IO[bytes]", opened)
-    else:
-        yield file
+def _opened(file: StrPath | IO[bytes], mode: str) -> AbstractContextManager[IO[bytes]]:
+    is_path = isinstance(file, (str, os.PathLike))
+    return cast("IO[bytes]", open(file, mode)) if is_path else nullcontext(file)
 
 
 def saved_by_torch(meter: ScriptTracker, files: ScratchFiles) -> Replaced:
@@ -263,7 +259,7 @@ def replace_everywhere(pairs: Replaced) -> None:
                 replace_in(module, name, functions[id(vars(module)[name])])
 
 
-class _Safetensors:
+class _Safetensors(PlainContext):
     """A file of tensors without values, as safetensors.safe_open opens it."""
 
     def __init__(self, path: StrPath, meter: ScriptTracker, device: _Device):
@@ -271,12 +267,6 @@ class _Safetensors:
             file.seek(len(_MARK))
             content = cast("tuple[dict[str, Tensor], dict[str, str] | None]", _read(file, meter, device))
         self._tensors, self._metadata = content
-
-    def __enter__(self) -> _Safetensors:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def keys(self) -> list[str]:
         return list(self._tensors)

@@ -227,9 +227,7 @@ class ScriptTracker(ValueTracker):
         if not name.startswith(_NEW) or getattr(kwargs.get("device"), "type", "cpu") != "cpu":
             return False
         # sizes are a list, except for arange and eye; of these, the first number is enough for a bound
-        count = 1
-        for n in next((a for a in args if isinstance(a, (list, tuple))), args[:1]):
-            count *= int(n)
+        count = math.prod(int(n) for n in next((a for a in args if isinstance(a, (list, tuple))), args[:1]))
         kind = kwargs.get("dtype") or torch.get_default_dtype()
         if count * kind.itemsize >= HOLDS_NOTHING_BYTES:
             return count > KEPT_DATA or not _loads_batch()
