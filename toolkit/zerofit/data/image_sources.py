@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,10 +74,6 @@ class PixelImages(LabelledDataset):
         """Whether images are randomly shifted or mirrored."""
         return bool(self.shift or self.mirror)
 
-    @cached_property
-    def _mean_and_std(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.scaling.tensors()
-
     def batch(self, indices: Integers, keys: Integers) -> dict:
         """See Dataset.batch."""
         import torch
@@ -100,7 +95,7 @@ class PixelImages(LabelledDataset):
         images, size = torch.from_numpy(pixels).float(), (self.size, self.size)
         if images.shape[-2:] != size:
             images = interpolate(images, size=size, mode="bilinear", antialias=True, align_corners=False)
-        mean, std = self._mean_and_std
+        mean, std = self.scaling.tensors()
         return {"inputs": images.sub_(mean).div_(std), "labels": torch.from_numpy(self.labels[chosen])}
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
@@ -13,7 +14,6 @@ import numpy as np
 from zerofit.data.base import Data, Dataset, Integers, data_error, without_problems
 from zerofit.data.cache import Preparation
 from zerofit.data.labelled_rows import (
-    ClassNames,
     EncodedLabelled,
     LabelledEncoder,
     LabelledFields,
@@ -236,7 +236,7 @@ def _open_files(
     def write(staging: Path, documents: int) -> None:
         writers = {split: SplitWriter(staging, split, PARTS, ("starts", "label_starts")) for split in SPLITS}
         meta: _Meta = {"rows": dict.fromkeys(SPLITS, 0), "classes": [], "cut": 0, "types": False}
-        classes = ClassNames()
+        classes = defaultdict[str, int](count().__next__)  # numbered in the order of their first rows
         with progress.task(f"{source.name}: tokenizing", documents, "rows") as task:
             for row, sample in without_problems(_encoded(source, fields, encoder, classes, documents)):
                 split = "valid" if row.held_out else "train"
@@ -250,7 +250,7 @@ def _open_files(
                 task.advance()
         for writer in writers.values():
             writer.close()
-        meta["classes"] = list(classes.numbers)
+        meta["classes"] = list(classes)
         write_meta(staging, {"format": FORMAT, "source": source.name, **meta})
 
     settings = (encoder.task, str(encoder.length), str(encoder.target_length), *map(str, vars(fields).values()))
@@ -259,7 +259,7 @@ def _open_files(
 
 
 def _encoded(
-    source: RecordSource, fields: LabelledFields, encoder: LabelledEncoder, classes: ClassNames, documents: int
+    source: RecordSource, fields: LabelledFields, encoder: LabelledEncoder, classes: Mapping[str, int], documents: int
 ) -> Iterator[tuple[PlacedRecord, EncodedLabelled] | Problem]:
     """Yield all rows with their samples, and a problem for each bad row."""
     names, remaining = source.class_names(fields.label), source.records(documents)

@@ -157,17 +157,6 @@ class EncodedLabelled(NamedTuple):
     cut: bool  # whether the text was truncated to the sample's length
 
 
-class ClassNames:
-    """Numbers the class names from 0 on, in order of first occurrence."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[str, int] = {}
-
-    def number(self, name: str) -> int:
-        """Return the number of a name. A new name gets the next number."""
-        return self.numbers.setdefault(name, len(self.numbers))
-
-
 def read_row(values: Record, fields: LabelledFields, task: Task, names: Sequence[str]) -> Labelled | str:
     """Return a row's content, or an error text. `names`: the data's names of class numbers."""
     text, label = value_of(values, fields.text), value_of(values, fields.label)
@@ -231,13 +220,13 @@ class LabelledEncoder:
         pad_id = self.tokenizer.loaded.pad_token_id
         return self.tokenizer.eod_id if pad_id is None else pad_id
 
-    def encode_all(self, rows: Sequence[Labelled], classes: ClassNames) -> list[EncodedLabelled]:
-        """Return the samples of these rows."""
+    def encode_all(self, rows: Sequence[Labelled], classes: Mapping[str, int]) -> list[EncodedLabelled]:
+        """Return the samples of these rows. `classes`: numbers of the class names."""
         if not rows:
             return []
         texts = self._encode_bytes(rows) if self.tokenizer.loaded is None else self._encode_loaded(rows)
         if self.task == "classify":
-            numbers = [np.array([classes.number(str(row.label))]) for row in rows]
+            numbers = [np.array([classes[str(row.label)]]) for row in rows]
             return [EncodedLabelled(text.ids, text.types, n, text.cut) for text, n in zip(texts, numbers, strict=True)]
         if self.task == "tag":
             return [self._tagged(text, row, classes) for text, row in zip(texts, rows, strict=True)]
@@ -248,11 +237,11 @@ class LabelledEncoder:
         ]
 
     # As in BERT (Devlin et al., 2019, section 5.3): further tokens of a word have no label.
-    def _tagged(self, text: _Text, row: Labelled, classes: ClassNames) -> EncodedLabelled:
+    def _tagged(self, text: _Text, row: Labelled, classes: Mapping[str, int]) -> EncodedLabelled:
         labels, before = np.full(len(text.ids), IGNORE_INDEX), None
         for token, word in enumerate(text.words):
             if word is not None and word != before:
-                labels[token] = classes.number(row.label[word])
+                labels[token] = classes[row.label[word]]
             before = word
         return EncodedLabelled(text.ids, text.types, labels, text.cut)
 
