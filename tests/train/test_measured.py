@@ -11,7 +11,8 @@ import pytest
 
 from zerofit.spec.overhead import HOST_PROCESS_BYTES
 from zerofit.spec.run_folder import MemoryForecast
-from zerofit.train.memory import CACHED, OUTSIDE, OWN, SHARED, TENSORS, MeasuredMemory, memory_figures, outgrown
+from zerofit.train.callbacks import MeasuredMemory
+from zerofit.train.memory import CACHED, OUTSIDE, OWN, SHARED, TENSORS, memory_figures, outgrown
 
 MIB, GIB = 2**20, 2**30
 FORECAST = MemoryForecast(
@@ -37,13 +38,13 @@ GPU = MeasuredMemory(
 
 
 def on_cpu(more: int, shared: int = 0) -> MeasuredMemory:
-    return replace(CPU, memory_bytes=CPU.memory_bytes + more, host_bytes=CPU.host_bytes + more, shared_bytes=shared)
+    return CPU | {"memory_bytes": TAKEN + more, "host_bytes": TAKEN + more, "shared_bytes": shared}
 
 
 def test_up_to_the_margin_a_run_is_within_its_forecast():
     assert outgrown(on_cpu(512 * MIB), ON_CPU) is None
-    assert outgrown(replace(GPU, memory_bytes=9 * GIB, reserved_bytes=10 * GIB + 512 * MIB), FORECAST) is None
-    assert outgrown(replace(GPU, host_bytes=GPU.host_bytes + GIB), FORECAST) is None
+    assert outgrown(GPU | {"memory_bytes": 9 * GIB, "reserved_bytes": 10 * GIB + 512 * MIB}, FORECAST) is None
+    assert outgrown(GPU | {"host_bytes": GPU["host_bytes"] + GIB}, FORECAST) is None
 
 
 @pytest.mark.parametrize(("shared", "kind", "most"), [(0, OWN, "768 MiB"), (640, SHARED, "640 MiB")])
@@ -63,23 +64,23 @@ def test_on_a_cpu_it_says_whether_the_process_or_shared_memory_grew(shared, kind
     ],
 )
 def test_on_a_gpu_it_says_whether_tensors_fragmentation_or_what_is_outside_of_torch_grew(changed, kind):
-    text = outgrown(replace(GPU, **changed), FORECAST)
+    text = outgrown({**GPU, **changed}, FORECAST)
     assert text and text.startswith("a rank uses 12.0 GiB of memory of the device, 1.00 GiB more than forecast")
     assert text.endswith(f"{kind} grew most, by 1.00 GiB")
 
 
 def test_a_smaller_context_makes_room_for_more_tensors():
-    assert outgrown(replace(GPU, reserved_bytes=10 * GIB + 768 * MIB, outside_bytes=512 * MIB), FORECAST) is None
+    assert outgrown(GPU | {"reserved_bytes": 10 * GIB + 768 * MIB, "outside_bytes": 512 * MIB}, FORECAST) is None
 
 
 @pytest.mark.parametrize(("pinned", "kind"), [(3, OWN), (5, SHARED)])
 def test_host_memory_has_a_margin_of_its_own(pinned, kind):
-    text = outgrown(replace(GPU, host_bytes=GPU.host_bytes + 2 * GIB, shared_bytes=pinned * GIB), FORECAST)
+    text = outgrown(GPU | {"host_bytes": GPU["host_bytes"] + 2 * GIB, "shared_bytes": pinned * GIB}, FORECAST)
     assert text and "9.00 GiB of host memory, 2.00 GiB more" in text and f"{kind} grew most, by 2.00 GiB" in text
 
 
 def test_figures_stand_beside_the_forecast_of_the_same_thing():
-    on_gpu = memory_figures(replace(GPU, reserved_bytes=11 * GIB), FORECAST)
+    on_gpu = memory_figures(GPU | {"reserved_bytes": 11 * GIB}, FORECAST)
     assert {name: figure.forecast for name, figure in on_gpu.items()} == {
         "memory_bytes": 8 * GIB,
         "reserved_bytes": 10 * GIB,
@@ -89,7 +90,7 @@ def test_figures_stand_beside_the_forecast_of_the_same_thing():
     assert on_gpu["reserved_bytes"].difference == pytest.approx(0.1)
     (alone,) = memory_figures(CPU, ON_CPU).items()
     assert alone[0] == "memory_bytes" and alone[1].forecast == TAKEN and alone[1].difference == 0
-    unknown = memory_figures(replace(GPU, outside_bytes=None), None)
+    unknown = memory_figures(GPU | {"outside_bytes": None}, None)
     assert set(unknown) == {"memory_bytes", "reserved_bytes", "host_bytes"}
     assert all(figure.to_dict()["difference"] is None for figure in unknown.values())
 

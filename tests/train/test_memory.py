@@ -14,7 +14,8 @@ import pytest
 from torch import Tensor, nn
 
 from zerofit.spec.run_folder import MemoryForecast
-from zerofit.train.memory import MeasuredMemory, MemoryWatch
+from zerofit.train.callbacks import MeasuredMemory
+from zerofit.train.memory import MemoryWatch
 
 MIB = 2**20
 MORE = 300 * MIB
@@ -102,7 +103,7 @@ def test_what_comes_after_the_steps_counts_too():
     taken = MeasuredMemory(memory_bytes=size, reserved_bytes=None, outside_bytes=None, host_bytes=size, shared_bytes=0)
     watch.look(taken, "step 2")
     assert not said
-    more = replace(taken, memory_bytes=size + 25 * MIB, host_bytes=size + 25 * MIB)
+    more = taken | {"memory_bytes": size + 25 * MIB, "host_bytes": size + 25 * MIB}
     watch.look(more, "at the end of the run")
     watch.look(more, "again")
     (text,) = said
@@ -115,7 +116,7 @@ from zerofit.train.memory import RankMemory
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=0, world_size=1)
 memory = RankMemory(torch.device("cpu"), None)
 def taken():
-    return memory.most(memory.slots()).memory_bytes
+    return memory.most(memory.slots())["memory_bytes"]
 before = taken()
 with open(sys.argv[1], "rb") as file:
     mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)

@@ -15,7 +15,7 @@ from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.full_state import MASTER
 from zerofit.train.shard_index import IndexedShard, indexed_shards
 from zerofit.train.trainer import EngineTrainer, persistent_buffers
-from zerofit.train.zero_layouts import to_training_precision
+from zerofit.train.zero_layouts import partitioned, to_training_precision
 
 
 class _SavedStart(TypedDict):
@@ -55,13 +55,10 @@ class AveragedWeights:
     def update(self) -> None:
         """Update the averages with the weights after a step."""
         live = self._live()
-        if not self.tensors:
-            self.tensors = [torch.empty_like(current).copy_(current) for current in live]
-        elif self._steps:
+        if self.tensors:
             self._average(self.tensors, live, self._steps)
         else:
-            for average, current in zip(self.tensors, live, strict=True):
-                average.copy_(current)
+            self.tensors = [current.clone() for current in live]
         self._steps += 1
 
     @contextmanager
@@ -123,19 +120,12 @@ class AveragedWeights:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        engine = self._trainer.engine
-        # As in a load: DeepSpeed must partition parameters before masters change, and gather persistent ones
-        # afterwards.
-        partitioned = hasattr(engine.optimizer, "checkpoint_event_prologue")
-        if partitioned:
-            engine.optimizer.checkpoint_event_prologue()
-        for average, live in zip(self.tensors, self._live(), strict=True):
-            weights = live.clone()
-            live.copy_(average)
-            average.copy_(weights)
-        to_training_precision(engine)
-        if partitioned:
-            engine.optimizer.checkpoint_event_epilogue()
+        with partitioned(self._trainer.engine):
+            for average, live in zip(self.tensors, self._live(), strict=True):
+                weights = live.clone()
+                live.copy_(average)
+                average.copy_(weights)
+            to_training_precision(self._trainer.engine)
 
 
 def _saved_parts(states: list[AverageState], name: str) -> Iterator[tuple[int, Tensor]]:

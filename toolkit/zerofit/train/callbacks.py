@@ -23,8 +23,18 @@ from zerofit.spec.stages import PipelineStage
 from zerofit.train.heartbeat import TRAINING, RankProgress
 
 
+class MeasuredMemory(TypedDict):
+    """Peak bytes so far on the device and on the host, each for the rank that uses the most."""
+
+    memory_bytes: int  # tensors on the device; on CPUs `host_bytes`
+    reserved_bytes: int | None  # reserved on the device by torch's allocator; None on CPUs
+    outside_bytes: int | None  # on the device outside torch since the forecast; None on CPUs or without a forecast
+    host_bytes: int  # resident in the process, without the pages of data files; on CPUs without any file's pages
+    shared_bytes: int  # host memory now pinned or shared with data loader processes
+
+
 # Keys of metrics.jsonl are an interface: `zerofit plot`, the live view and users' scripts read them.
-class StepRecord(TypedDict):
+class StepRecord(MeasuredMemory):
     """One line of metrics.jsonl: an optimizer step."""
 
     step: int  # 1-based
@@ -36,11 +46,6 @@ class StepRecord(TypedDict):
     samples_per_s: float
     tokens_per_s: float | None  # None without text
     mfu: float | None  # model FLOPs per second over the devices' peak; None if unknown
-    memory_bytes: int  # peaks so far, see `train.memory.MeasuredMemory`
-    reserved_bytes: int | None
-    outside_bytes: int | None
-    host_bytes: int
-    shared_bytes: int
     forecast_bytes: float | None  # for reserved_bytes, on CPUs for memory_bytes; None without a forecast
     forecast_host_bytes: float | None  # also None on CPUs
     loss_d: NotRequired[float]  # a GAN's discriminator and generator

@@ -19,7 +19,7 @@ from zerofit.models.vision import DCGAN
 from zerofit.spec.mesh import RankCoords
 from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run_folder import Job, RunFolder
-from zerofit.train.build import batch_norm_in_fp32, stored_by_engine
+from zerofit.train.build import prepare_batch_norms, stored_by_engine
 from zerofit.train.callbacks import Callback
 from zerofit.train.engines import start_engine
 from zerofit.train.process_group import rank_device
@@ -42,8 +42,7 @@ class GanTrainer(EngineTrainer):
         options = {"checkpointing": job.run.activation_checkpointing, "stored": stored_by_engine(job)}
         pair = build(find(job.run.model), inputs, dict(job.run.model_args), **options)
         assert isinstance(pair, DCGAN)  # the only model for this task
-        if job.precision != "fp32":
-            batch_norm_in_fp32(pair)
+        prepare_batch_norms(job, pair)
         self.latent_size = pair.generator.latent_size
         self.generator = start_engine(job, pair.generator, job.steps)
         self.engine = start_engine(job, pair.discriminator, job.steps)

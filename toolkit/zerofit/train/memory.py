@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +14,13 @@ from zerofit.spec.overhead import HOST_PROCESS_BYTES
 from zerofit.spec.process import forget_resident_peak, resident_memory
 from zerofit.spec.run_folder import MemoryForecast
 from zerofit.spec.units import shown_bytes
-from zerofit.train.callbacks import Callback, StepRecord
+from zerofit.train.callbacks import Callback, MeasuredMemory, StepRecord
 
 FIGURES = 5  # per rank
 RING_EVENTS = 100_000  # allocations and frees: some steps of a large model
 TENSORS, CACHED = "tensors", "blocks that torch's allocator keeps for reuse (fragmentation)"
 OUTSIDE = "memory outside torch (context, communicators, new processes on the device)"
 OWN, SHARED = "memory of the process (tensors, Python, libraries)", "shared or pinned memory"
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredMemory:
-    """Peak bytes so far on the device and on the host, each for the rank that uses the most."""
-
-    memory_bytes: int  # tensors on the device; on CPUs `host_bytes`
-    reserved_bytes: int | None  # reserved on the device by torch's allocator; None on CPUs
-    outside_bytes: int | None  # on the device outside torch since the forecast; None on CPUs or without a forecast
-    host_bytes: int  # resident in the process, without the pages of data files; on CPUs without any file's pages
-    shared_bytes: int  # host memory now pinned or shared with data loader processes
-
-    @classmethod
-    def of(cls, record: StepRecord) -> MeasuredMemory:
-        """Return the figures of a record of metrics.jsonl."""
-        return cls(**{field.name: record[field.name] for field in fields(cls)})
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the device is the host."""
-        return self.reserved_bytes is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,15 +72,14 @@ class RankMemory:
         allocated, reserved, outside, _, _ = max(rows, key=lambda row: row[1] + row[2])
         *_, host, shared = max(rows, key=lambda row: row[3])
         if self._device.type == "cpu":
-            none = {"reserved_bytes": None, "outside_bytes": None}
-            return MeasuredMemory(memory_bytes=host, host_bytes=host, shared_bytes=shared, **none)
-        return MeasuredMemory(
-            memory_bytes=allocated,
-            reserved_bytes=reserved,
-            outside_bytes=None if self._free is None else outside,
-            host_bytes=host,
-            shared_bytes=shared,
-        )
+            allocated, reserved = host, None
+        return {
+            "memory_bytes": allocated,
+            "reserved_bytes": reserved,
+            "outside_bytes": None if reserved is None or self._free is None else outside,
+            "host_bytes": host,
+            "shared_bytes": shared,
+        }
 
     def _look(self) -> list[float]:
         """Return five figures in bytes.
@@ -136,17 +114,17 @@ def record_allocations(file: Path) -> None:
 
 def memory_figures(peaks: MeasuredMemory, forecast: MemoryForecast | None) -> dict[str, ForecastFigure]:
     """Return the memory figures of a run with their forecasts, by the name in metrics.jsonl."""
-    measured = {"memory_bytes": peaks.memory_bytes}
+    measured = {"memory_bytes": peaks["memory_bytes"]}
     expected = {}
     if forecast:
         expected["memory_bytes"] = forecast.reserved_bytes + forecast.beside_bytes
-    if peaks.reserved_bytes is not None:
-        measured |= {"reserved_bytes": peaks.reserved_bytes, "host_bytes": peaks.host_bytes}
+    if peaks["reserved_bytes"] is not None:
+        measured |= {"reserved_bytes": peaks["reserved_bytes"], "host_bytes": peaks["host_bytes"]}
         if forecast:
             expected = {"memory_bytes": max(forecast.phases.values()), "reserved_bytes": forecast.reserved_bytes}
             expected |= {"outside_bytes": forecast.beside_bytes, "host_bytes": forecast.host_bytes + HOST_PROCESS_BYTES}
-    if peaks.outside_bytes is not None:
-        measured["outside_bytes"] = peaks.outside_bytes
+    if peaks["outside_bytes"] is not None:
+        measured["outside_bytes"] = peaks["outside_bytes"]
     return {name: ForecastFigure(measured=size, forecast=expected.get(name)) for name, size in measured.items()}
 
 
@@ -155,16 +133,16 @@ def outgrown(peaks: MeasuredMemory, forecast: MemoryForecast) -> str | None:
     pairs = memory_figures(peaks, forecast)
     above = {name: int(pair.measured - (pair.forecast or 0)) for name, pair in pairs.items()}
     # pinned memory counts as shared, so only what exceeds the forecast of pinned memory has grown
-    shared = peaks.shared_bytes - forecast.pinned_bytes
-    if peaks.on_cpu:
+    shared = peaks["shared_bytes"] - forecast.pinned_bytes
+    if peaks["reserved_bytes"] is None:
         place, margin, kinds = "memory", forecast.margin_bytes, {OWN: above["memory_bytes"] - shared, SHARED: shared}
-        return _exceeded(place, peaks.memory_bytes, margin, kinds)
+        return _exceeded(place, peaks["memory_bytes"], margin, kinds)
     kinds = {TENSORS: above["memory_bytes"], CACHED: above["reserved_bytes"] - above["memory_bytes"]}
     kinds[OUTSIDE] = above.get("outside_bytes", 0)
-    size = (peaks.reserved_bytes or 0) + (peaks.outside_bytes or 0)
+    size = peaks["reserved_bytes"] + (peaks["outside_bytes"] or 0)
     host = {OWN: above["host_bytes"] - shared, SHARED: shared}
     on_device = _exceeded("memory of the device", size, forecast.margin_bytes, kinds)
-    return on_device or _exceeded("host memory", peaks.host_bytes, forecast.host_margin_bytes, host)
+    return on_device or _exceeded("host memory", peaks["host_bytes"], forecast.host_margin_bytes, host)
 
 
 def _exceeded(place: str, size: int, margin: int, kinds: Mapping[str, int]) -> str | None:
@@ -186,7 +164,7 @@ class MemoryWatch(Callback):
 
     def on_step(self, record: StepRecord) -> None:
         """Compare the peak memory so far with the forecast."""
-        self.look(MeasuredMemory.of(record), f"step {record['step']}")
+        self.look(record, f"step {record['step']}")
 
     def look(self, measured: MeasuredMemory, when: str) -> None:
         """Warn if the `measured` memory exceeds the forecast plus margin. Warns only once."""

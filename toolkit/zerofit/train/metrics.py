@@ -18,8 +18,8 @@ from zerofit.spec.devices import peak_flops
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.model_facts import is_text
 from zerofit.spec.run_folder import Job
-from zerofit.train.callbacks import Callback, StepRecord, overridden
-from zerofit.train.memory import MeasuredMemory, RankMemory, memory_figures
+from zerofit.train.callbacks import Callback, MeasuredMemory, StepRecord, overridden
+from zerofit.train.memory import RankMemory, memory_figures
 from zerofit.train.stop_signals import StopRequests
 
 # An exchange for each step would cost time, so it covers a block: about half a second of steps. One all-reduce sums
@@ -162,12 +162,8 @@ class MetricsRecorder:
             "samples_per_s": samples_per_s,
             "tokens_per_s": samples_per_s * tokens if tokens else None,
             "mfu": mfu,
-            "memory_bytes": memory.memory_bytes,
-            "reserved_bytes": memory.reserved_bytes,
-            "outside_bytes": memory.outside_bytes,
-            "host_bytes": memory.host_bytes,
-            "shared_bytes": memory.shared_bytes,
-            "forecast_bytes": forecasts["memory_bytes" if memory.on_cpu else "reserved_bytes"],
+            **memory,
+            "forecast_bytes": forecasts.get("reserved_bytes", forecasts["memory_bytes"]),
             "forecast_host_bytes": forecasts.get("host_bytes"),
         }
         for name in EXTRA:

@@ -31,7 +31,7 @@ from zerofit.spec.mesh import RankCoords, parts_of_stage, pipeline_parts
 from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run_folder import Job
 from zerofit.spec.stages import PipelineStage, cut_layers, stage_layers
-from zerofit.train.build import batch_norm_in_fp32, build_from_seed, build_on_meta, stored_by_engine
+from zerofit.train.build import build_from_seed, build_on_meta, prepare_batch_norms, stored_by_engine
 from zerofit.train.engines import start_engine
 from zerofit.train.loss import HeadLoss, counts, head_loss, weighted_cross_entropy
 from zerofit.train.mesh_groups import MeshGroups, exchange_heads
@@ -325,9 +325,7 @@ def _build_stage(
         model = build_spread(shape, layout, stored, make)
     else:
         model = make(stored)
-    if job.precision != "fp32":
-        batch_norm_in_fp32(model)
-    routers = router_loss(model)
+    routers = router_loss(prepare_batch_norms(job, model))
     layers, published = as_layers(model, run.activation_checkpointing, routers), published_names(model)
     for layer in layers:
         layer.names = {key: published.get(name, name) for key, name in layer.names.items()}

@@ -33,6 +33,7 @@ from zerofit.train.zero_layouts import (
     in_memory,
     inner_optimizer,
     loss_scaler,
+    partitioned,
     to_training_precision,
 )
 
@@ -113,12 +114,9 @@ def _restore_shards(
     # another program may have saved the names with a wrapper's prefix
     saved.match(dict.fromkeys(shard.name for shard in shards))
     _refuse_other_model(shards, saved)
-    if hasattr(engine.optimizer, "checkpoint_event_prologue"):
-        engine.optimizer.checkpoint_event_prologue()
-    _fill(engine, shards, saved, progress)
-    to_training_precision(engine)
-    if hasattr(engine.optimizer, "checkpoint_event_epilogue"):
-        engine.optimizer.checkpoint_event_epilogue()
+    with partitioned(engine):
+        _fill(engine, shards, saved, progress)
+        to_training_precision(engine)
     _set_counters(engine, saved.counters)
     names, saved_buffers = trainer.state_names(engine).buffers, set(saved.buffers)
     with torch.no_grad():

@@ -21,7 +21,7 @@ from zerofit.data import Data
 from zerofit.spec.mesh import RankCoords
 from zerofit.spec.run_folder import Job, Layout, RunFolder
 from zerofit.train.tensor_split import gathered_experts, published_names
-from zerofit.train.zero_layouts import Engine
+from zerofit.train.zero_layouts import Engine, partitioned
 
 if TYPE_CHECKING:
     from zerofit.train.averaging import AveragedWeights
@@ -124,14 +124,10 @@ class EngineTrainer(ABC):
                 if tensor.requires_grad or not trained_only:
                     yield name, tensor.detach().cpu()
             return
-        # A step may leave parameters gathered for the next forward; GatheredParameters expects them partitioned.
-        if self.engine._optimizer_has_ckpt_event_prologue():
-            self.engine.optimizer.checkpoint_event_prologue()  # partitions parameters that are still gathered
-        transposed = self.engine.zenflow  # ZenFlow partitions the transposed matrices
-        for name, tensor in gathered_state(self.module, layout, published_names(self.module), collect, trained_only):
-            yield name, tensor.t() if transposed and tensor.ndim == 2 else tensor
-        if self.engine._optimizer_has_ckpt_event_epilogue():
-            self.engine.optimizer.checkpoint_event_epilogue()
+        transposed, names = self.engine.zenflow, published_names(self.module)  # ZenFlow transposes matrices
+        with partitioned(self.engine):
+            for name, tensor in gathered_state(self.module, layout, names, collect, trained_only):
+                yield name, tensor.t() if transposed and tensor.ndim == 2 else tensor
 
     def after_training(self, data: Data, folder: RunFolder, progress: Callable[[str], None]) -> dict[str, object]:
         """Make samples of the trained model's output. Return entries for the result.

@@ -393,6 +393,21 @@ def _module_addresses(engine: Engine, tag: str) -> dict[int, Address]:
 
 
 @contextmanager
+def partitioned(engine: Engine) -> Iterator[None]:
+    """Partition all parameters of ZeRO-3 inside this context. Gather persistent ones afterwards.
+
+    A step may leave parameters gathered for the next forward. GatheredParameters and changes of masters need them
+    partitioned.
+    """
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "checkpoint_event_prologue"):
+        optimizer.checkpoint_event_prologue()
+    yield
+    if hasattr(optimizer, "checkpoint_event_epilogue"):
+        optimizer.checkpoint_event_epilogue()
+
+
+@contextmanager
 def in_memory(engine: Engine, master: Tensor) -> Iterator[None]:
     """Read a master tensor and its states from NVMe if needed. Write them back at the end."""
     optimizer = engine.optimizer
