@@ -6,9 +6,7 @@ torch, torchvision or transformers.
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
@@ -329,12 +327,6 @@ def _unknown(name: str) -> tuple[str, str]:
     if "/" in name:
         hint = f"use hub:{name} to download a model, or give its folder; {hint}"
     return message, hint
-
-
-def nearest(word: str, known: Iterable[str], otherwise: str = "`zerofit models` lists all names") -> str:
-    """Return a hint with up to three close names, else `otherwise`."""
-    close = difflib.get_close_matches(word.lower(), list(known), n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(close)}?" if close else otherwise
 
 
 CLASS_TABLES: dict[Task, str] = {  # transformers' tables of classes, by model type (models/auto/modeling_auto.py)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zerofit.models.catalog import DENOISERS, ModelError, ModelSource, nearest
+from zerofit.models.catalog import DENOISERS, ModelError, ModelSource, source_config
 from zerofit.models.inputs import Fed, Inputs, NamedInput, NamedInputs
-from zerofit.models.presets import PRESETS, Config, ModelArgs
-from zerofit.spec.foreign import Unreadable, read_json
+from zerofit.models.presets import Config, ModelArgs
+from zerofit.spec.errors import nearest
 
 if TYPE_CHECKING:
     from diffusers.configuration_utils import ConfigMixin
@@ -90,15 +89,7 @@ def _conditions(kind: str, config: Config) -> list[NamedInput]:
 
 def _class_and_config(source: ModelSource, args: ModelArgs) -> tuple[type[ConfigMixin], Config]:
     """Return the diffusers class of a source, and all arguments of the class. Raises ModelError."""
-    if source.origin == "preset":
-        published = dict(PRESETS[source.name])
-    else:
-        assert source.path is not None  # since it is not a preset
-        try:
-            published = read_json(Path(source.path))
-        except (OSError, Unreadable) as error:
-            hint = "is it a config.json of diffusers?"
-            raise ModelError("model-config", f"{source.path} cannot be read: {error}", hint) from None
+    published = source_config(source)
     kind = published["_class_name"]
     cls = _class(source.name, kind)
     defaults = {name: p.default for name, p in inspect.signature(cls.__init__).parameters.items() if name != "self"}

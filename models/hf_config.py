@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from zerofit.models.catalog import PRETRAINED, QUANTIZED, ModelError, ModelSource, nearest, source_config
+from zerofit.models.catalog import PRETRAINED, QUANTIZED, ModelError, ModelSource, source_config
 from zerofit.models.depth import DEPTH, depths, of_all_layers
 from zerofit.models.inputs import ImageInputs, Inputs, LabelledTextInputs, NamedInputs, TextInputs
 from zerofit.models.presets import Config, ModelArgs
-from zerofit.spec.errors import reason_of
+from zerofit.spec.errors import nearest, reason_of
 from zerofit.spec.model_facts import ATTENTION_KERNELS
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def make_config(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> 
     base = _without_ignored(PreTrainedConfig._decode_special_floats(source_config(source)))
     model_type = base["model_type"]
     if model_type not in CONFIG_MAPPING:
-        hint = nearest(model_type, CONFIG_MAPPING.keys(), "use a model_type of this transformers version")
+        hint = nearest(model_type, CONFIG_MAPPING.keys()) or "use a model_type of this transformers version"
         if "auto_map" in base:  # the model is Python code in its own repository
             hint = "simulate your training script, which loads the model's own code: zerofit simulate -- COMMAND"
         raise ModelError("model-config", f"{source.name}: transformers has no model_type {model_type!r}", hint)
@@ -177,7 +177,7 @@ def _merge(cls: type, base: Config, args: ModelArgs, name: str) -> Config:
     for key in args:
         if key not in known:
             documented = f"see the documentation of {cls.__name__} in transformers"
-            hint = nearest(key, known - {"model_type", "architectures"}, documented)
+            hint = nearest(key, known - {"model_type", "architectures"}) or documented
             message = f"{name}: {key!r} is not a key of {cls.__name__}"
             raise ModelError("model-args", message, hint)
     merged = _without_old_layers({canonical.get(key, key): value for key, value in base.items()}, args, canonical)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from zerofit.models.catalog import ModelError, nearest
-from zerofit.spec.errors import reason_of
+from zerofit.models.catalog import ModelError
+from zerofit.spec.errors import nearest, reason_of
 from zerofit.spec.partial_training import LoraSettings, PartialTraining
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ADAPTER = "default"  # peft's name of the only adapter
 ALL_LINEAR = "all-linear"
-HEADED = ("ForSequenceClassification", "ForTokenClassification")  # classes of transformers
+TASK_TYPES = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}  # peft's, by class
 BASE = ".base_layer"  # added by peft to the names of weights with adapters
 
 # On CPUs with AVX-512, bitsandbytes warns while it is imported if an optional package of kernels is missing. peft and
@@ -45,7 +45,7 @@ def train_part(model: nn.Module, partial: PartialTraining) -> nn.Module:
     for pattern in (*partial.train, *partial.freeze):
         if not any(_matches(name, pattern) for name in names):
             modules = {name.rpartition(".")[0] for name in names}
-            hint = nearest(pattern, modules, "use a shell pattern of full names, e.g. " + ", ".join(list(names)[:2]))
+            hint = nearest(pattern, modules) or "use a shell pattern of full names, e.g. " + ", ".join(list(names)[:2])
             raise ModelError("model-part", f"no parameter or module of the model matches {pattern!r}", hint)
     trained = {
         id(parameter)
@@ -79,11 +79,9 @@ def lora_config(model: nn.Module, lora: LoraSettings) -> LoraConfig:
     targets: str | list[str] = _target_names(lora)
     if targets == [ALL_LINEAR]:
         targets = _linear_layers(model)
-    head = head_modules(model)
-    task_types = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
     name = type(model).__name__
     return LoraConfig(
-        task_type=next((kind for ending, kind in task_types.items() if head and name.endswith(ending)), None),
+        task_type=next((kind for ending, kind in TASK_TYPES.items() if name.endswith(ending)), None),
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
@@ -99,7 +97,7 @@ def head_modules(model: nn.Module) -> list[str]:
 
     The head is new or has different classes, so it is trained together with the adapters, as in peft.
     """
-    if not type(model).__name__.endswith(HEADED):
+    if not type(model).__name__.endswith(tuple(TASK_TYPES)):
         return []
     body = cast("PreTrainedModel", model).base_model_prefix
     return [name for name, child in model.named_children() if name != body and list(child.parameters())]
