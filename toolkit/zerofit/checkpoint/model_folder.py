@@ -231,10 +231,10 @@ class TensorFile:
             self._places[entry.name] = (offset, entry)
             offset += entry.bytes
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor. Raises the errors of `pieces`."""
+    def write(self, name: str, tensor: Tensor | LazyTensor, wrote: Callable[[int], None] = lambda count: None) -> None:
+        """Write one tensor. `wrote` gets the bytes of each piece. Raises the errors of `pieces`."""
         for piece in self.pieces(name, tensor):
-            piece()
+            wrote(piece())
 
     def pieces(self, name: str, tensor: Tensor | LazyTensor) -> Iterator[Callable[[], int]]:
         """Yield functions that write the pieces of one tensor and return their bytes.

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from zerofit.checkpoint.adapters import is_adapters
 from zerofit.checkpoint.export import export
-from zerofit.checkpoint.model_folder import TensorEntry, refuse_small_disk, write_file
+from zerofit.checkpoint.model_folder import TensorEntry, TensorFile, refuse_small_disk
 from zerofit.checkpoint.published import PublishedModel, PublishedTensor
 from zerofit.checkpoint.safe_load import load
 from zerofit.checkpoint.store import is_own, manifest_of
@@ -313,7 +313,9 @@ class WeightRewrite:
             return self._merge(parts[name]) if name in parts else _tensor(self._saved.weights, name)
 
         with quiet(), report.task(f"writing the weights to {folder}", total, "bytes") as task:
-            write_file(folder / FILE, entries, read, task.advance)
+            file = TensorFile(folder / FILE, entries)
+            for entry in file.entries:
+                file.write(entry.name, read(entry.name), task.advance)
         for config in self._saved.folder.glob("*config.json"):
             shutil.copy(config, folder)
         return replace(self._saved, folder=folder, weights=read_weights(folder))
