@@ -134,9 +134,9 @@ def features_page() -> str:
     rows = []
     for feature in ZERO_FEATURES:
         refused = {
-            "tensor, pipeline, sequence or expert parallelism that zerofit lays out": not feature.combined,
-            "adapters, frozen weights": not feature.partial,
-            "`--ema`": not feature.averaged,
+            "tensor, pipeline, sequence or expert parallelism that zerofit lays out": not feature.tested_combined,
+            "adapters, frozen weights": not feature.tested_frozen,
+            "`--ema`": not feature.keeps_masters,
             "`tune`": not feature.tuned,
             "`simulate`": feature.not_simulated,
             "`plan`": feature.not_planned,

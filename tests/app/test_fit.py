@@ -18,7 +18,7 @@ from zerofit.app.clusters.hosts import HostRequest
 from zerofit.app.clusters.restarts import RestartingRun
 from zerofit.app.fitting import fit
 from zerofit.app.fitting.fit import ALIKE, FitSearch, Refused
-from zerofit.app.fitting.options import LayoutOption, _lean_savings, fixed_knobs
+from zerofit.app.fitting.options import LayoutOption, _lean_savings, written_attributes
 from zerofit.app.job.requests import as_request, read_request
 from zerofit.app.training.memory_gate import MemoryGate
 from zerofit.launch.hostfile import Host
@@ -135,7 +135,7 @@ def test_flags_and_the_json_s_keys_decide_knobs():
         "activation_checkpointing": {"cpu_checkpointing": True},
         "zero_optimization": {"stage": 3, "overlap_comm": False, "offload_param": {"device": "cpu"}},
     }
-    assert fixed_knobs({"ds_config": config, "pipeline": 1}) == {
+    assert written_attributes({"pipeline": 1}, config) == {
         "micro_batch": 4,
         "zero_stage": 3,
         "overlap": False,

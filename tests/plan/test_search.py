@@ -193,7 +193,7 @@ def test_eager_attention_has_no_sequence_parallel_layouts():
 
 def test_a_pipeline_keeps_to_stage_1_whatever_the_states_are():
     keep = {"zero_stage": 2, "offload_optimizer": "cpu"}
-    every = layouts(make_profile(), make_cluster(), PlanRequest(precision="bf16", micro_batch=1, keep=keep))
+    every = layouts(make_profile(), make_cluster(), PlanRequest(precision="bf16", micro_batch=1, fixed=keep))
     assert every and {(one.pp, one.zero_stage) for one in every} == {(1, 2)}
 
 
@@ -215,7 +215,7 @@ def test_dualpipev_needs_a_pipeline(gpus, degrees):
 @pytest.mark.parametrize(("optimizer", "named"), [("adamw", True), ("adafactor", False)])
 def test_a_remedy_is_one_that_the_optimizer_takes(optimizer, named):
     small = make_cluster(memory_bytes=15 * GIB)
-    request = PlanRequest(precision="bf16", global_batch=8, tp=1, keep={"optimizer": optimizer, "zero_stage": 0})
+    request = PlanRequest(precision="bf16", global_batch=8, tp=1, fixed={"optimizer": optimizer, "zero_stage": 0})
     profile = make_profile(80)
     hints = [one.hint for one in found(profile, small, request).rejections]
     assert hints and any("ZeRO" in hint for hint in hints) == named
@@ -316,7 +316,7 @@ def test_the_largest_micro_batch_and_depth_are_the_last_that_fit():
 @pytest.mark.parametrize("tp", [1, 8])
 def test_what_is_far_too_large_needs_at_least_what_is_said_of_it(tp, optimizer):
     profile = make_profile(blocks=400)
-    request = PlanRequest(precision="bf16", micro_batch=1, tp=tp, pp=2, keep={"optimizer": optimizer})
+    request = PlanRequest(precision="bf16", micro_batch=1, tp=tp, pp=2, fixed={"optimizer": optimizer})
     forecast = Forecaster(profile).memory
     for memory in (GIB, 12 * GIB):
         cluster = make_cluster(gpus=8, nodes=4, memory_bytes=memory)

@@ -25,7 +25,7 @@ from zerofit.check.reader import HUGGING_FACE, MARKS, Reader, guess
 from zerofit.check.rules.batch import ranks_of_batch
 from zerofit.check.scan import SyntaxFault
 from zerofit.check.subject import GivenArgument, RequestedValue, TargetHardware, UnclearValue
-from zerofit.config.decide import PAIRS, reasons
+from zerofit.config.decide import DEGREES, reasons
 from zerofit.config.ds_json import find_config, for_run, is_bundled, read_document, read_text
 from zerofit.config.validate import most_stages
 from zerofit.report.html_table import html_table
@@ -33,10 +33,9 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.foreign import refused
-from zerofit.spec.run import AUTO, Run, RunRequest
+from zerofit.spec.run import AUTO, DS_KEYS, Run, RunRequest
 
 SEARCHED = 2 * 2**20  # bytes; larger files in a folder are data
-COMPARED = ("global_batch", "micro_batch", "gradient_accumulation_steps", "gradient_clipping", "lr", "weight_decay")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,10 +362,10 @@ def _document(
 
 
 def _requested_by_flags(run: Run) -> Iterator[RequestedValue]:
-    for name in COMPARED:
+    for name in (name for name in DS_KEYS if name not in DEGREES):
         value = getattr(run, name)
         if name in run.model_fields_set and value is not None:
-            yield RequestedValue(path=PAIRS[name], value=value, source=f"--{name.replace('_', '-')} {value}")
+            yield RequestedValue(path=DS_KEYS[name], value=value, source=f"--{name.replace('_', '-')} {value}")
     if "precision" in run.model_fields_set and run.precision:
         for name in ("fp16", "bf16"):
             source = f"--precision {run.precision}"

@@ -19,8 +19,7 @@ from zerofit.cli.options import AS_JSON, given, run_options
 from zerofit.cli.report import HTML
 from zerofit.cli.terminal import style
 from zerofit.spec.errors import UserError
-from zerofit.spec.partial_training import PART_FIELDS
-from zerofit.spec.run import load_run
+from zerofit.spec.run import fields_of, load_run
 from zerofit.spec.units import counted
 
 if TYPE_CHECKING:
@@ -28,12 +27,6 @@ if TYPE_CHECKING:
     from zerofit.check.explain import KeyRow
     from zerofit.check.migrate import Migrated
 
-RUN_FIELDS = (
-    *("model_args", "steps", "micro_batch", "gradient_accumulation_steps", "global_batch", "seq_len", "optimizer"),
-    *("lr", "schedule", "warmup_steps", "min_lr", "weight_decay", "momentum", "gradient_clipping", "precision"),
-    *("ranks", "tensor_parallel", "pipeline", "pipeline_schedule", "sequence_parallel", "expert_parallel"),
-    *PART_FIELDS,
-)
 MIGRATE_HELP = "convert FILES of an older DeepSpeed to the installed release, and write FILE.migrated.json"
 ARGS_HELP = "compare with the Trainer's arguments in a JSON, a YAML (also of axolotl or LLaMA-Factory) or a run_*.sh"
 ACCELERATE_HELP = "compare with Accelerate's YAML; without FILES, check the JSON that the YAML names or implies"
@@ -96,7 +89,7 @@ class CheckReports:
 @click.option(
     "--gpu", metavar="KIND", help="the device of the run: h100-80gb, p5.48xlarge, ..., cpu, or a YAML file of your own"
 )
-@run_options(RUN_FIELDS)
+@run_options(fields_of("check"))
 @click.option("--for", "reader", type=click.Choice(READERS), help="the program that reads the file [guessed]")
 @click.option("--training-args", metavar="FILE", help=ARGS_HELP)
 @click.option("--accelerate-config", metavar="FILE", help=ACCELERATE_HELP)
@@ -120,7 +113,7 @@ def check(
     from zerofit.app.checking import check as run_check
     from zerofit.app.checking import find_files
 
-    flags = given({name: options[name] for name in ("model", *RUN_FIELDS)})
+    flags = given({name: options[name] for name in ("model", *fields_of("check"))})
     companions = {name: options[name] for name in ("training_args", "accelerate_config") if options[name]}
     if not files and not companions:
         raise click.UsageError("name a FILE, or pass --training-args or --accelerate-config")

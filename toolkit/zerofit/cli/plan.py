@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
@@ -35,8 +35,8 @@ from zerofit.rollout.methods import METHODS
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.files import refuse_target
 from zerofit.spec.model_facts import DEFAULT_PRECISION, PRECISIONS
-from zerofit.spec.partial_training import PART_FIELDS, Method
-from zerofit.spec.profile import Savings
+from zerofit.spec.partial_training import Method
+from zerofit.spec.run import fields_of
 
 if TYPE_CHECKING:
     from zerofit.app.planning.plan import Plan
@@ -47,15 +47,6 @@ if TYPE_CHECKING:
     from zerofit.spec.cluster import Cluster
 
 FINDING = 1
-# the options of a run that change a forecast; others, such as --lr, change neither memory nor step time. Weight decay
-# changes the memory only if it is 0, as a DeepSpeed JSON or `zerofit.plan(weight_decay=0)` can set it.
-RUN_FIELDS = (
-    *("model_args", "task", "micro_batch", "micro_batch_by_rank", "gradient_accumulation_steps", "global_batch"),
-    *("seq_len", "optimizer", "activation_checkpointing", "ema", "tensor_parallel", "pipeline", "pipeline_schedule"),
-    *("sequence_parallel", "expert_parallel", "ds_config", "attn_implementation", "compile"),
-    *Savings._fields,
-    *PART_FIELDS,
-)
 WORK = {
     "tokens": {"metavar": "N", "help": "tokens of the training (with --epochs: of one epoch), like 300B or 15T"},
     "samples": {"metavar": "N", "help": "samples of the training (with --epochs: of one epoch)"},
@@ -68,10 +59,6 @@ WORK = {
     "storage": {"metavar": "SIZE", "help": "bytes per second at which all ranks together write checkpoints"},
     "timed_by": {"type": PATH, "help": "use the save and start times measured in this run folder"},
 }
-PLAN_PINS = (  # options of the layout that a run does not have
-    *("zero_stage", "offload", "offload_param", "pin_memory", "overlap_comm"),
-    *("liger_kernel", "tensor_sequence_parallel", "cpu_threads"),
-)
 FROM_HELP = "use the trials in this folder (from `zerofit tune`) to correct step times"
 SERVE_HELP = "plan inference instead: whether the model fits in vLLM, and how many sequences run at once"
 METHOD_HELP = "plan reinforcement learning, preferences or distillation: memory of trainer and rollout by phase"
@@ -146,7 +133,7 @@ UNREAD = {
 @click.option("--liger-kernel", is_flag=True, default=None, help=LIGER_HELP)
 @click.option("--tensor-sequence-parallel", is_flag=True, default=None, help=TENSOR_HELP)
 @click.option("--cpu-threads", type=click.IntRange(min=1), metavar="N", help=THREADS_HELP)
-@run_options(RUN_FIELDS)
+@run_options(fields_of("plan"))
 @TRUST_MODEL_CODE
 @AS_JSON
 @click.pass_context
@@ -204,10 +191,16 @@ def _serve(model: str | None, options: dict[str, Any]) -> ServingPlan:
 
     refuse_target(options["html"], "--html", ENDINGS)
     kind = _only_kind(clusters(**{name: options[name] for name in ("kinds", *HARDWARE)}), "--serve")
-    pins = given({name: options[name] for name in (*RUN_FIELDS, *PLAN_PINS, "precision")})
-    plan = serve(model, kind, pins, options["rollout"] or {})
+    plan = serve(model, kind, _pins(options), options["rollout"] or {})
     write_page(plan.to_dict(), options["html"])
     return plan
+
+
+def _pins(options: Mapping[str, object]) -> Any:
+    """Return the values that the options keep fixed."""
+    from zerofit.app.planning.layout_pins import LayoutPins
+
+    return given({name: options.get(name) for name in LayoutPins.__annotations__})
 
 
 def _rollouts(model: str | None, options: dict[str, Any]) -> RolloutPlan:
@@ -256,14 +249,13 @@ def _read_request(model: str | None, options: dict[str, Any]) -> tuple[PlanningR
 
     # Each step runs even if another one fails, so that one answer names all wrong options.
     problems = Problems()
-    pins: Any = given({name: options[name] for name in (*RUN_FIELDS, *PLAN_PINS, "precision")})
     names = ("profile", "image", "maximum", "minimum", "tuned", "from_trace", "top", "nvme_path", "confirm", "engines")
     arguments = {name: options[name] for name in names}
     measured = options["measured"]
     arguments["measured"] = problems.attempt(lambda: MeasuredSpeed.parse(measured)) if measured else None
     arguments["write"], arguments["trust_model_code"] = options["write"] is not None, options["trust_model_code"]
     arguments["work"] = problems.attempt(lambda: read_work({name: options[name] for name in WORK}))
-    request = problems.attempt(lambda: PlanningRequest(model=model, pins=pins, **arguments))
+    request = problems.attempt(lambda: PlanningRequest(model=model, pins=_pins(options), **arguments))
     if options["write"]:
         problems.attempt(lambda: refuse_existing(options["write"]))
     problems.attempt(lambda: refuse_target(options["html"], "--html", ENDINGS))

@@ -26,8 +26,7 @@ from zerofit.config.ds_json import write_for_trainer
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Event, Reporter
 from zerofit.spec.files import refuse_target, write_text
-from zerofit.spec.partial_training import PART_FIELDS
-from zerofit.spec.run import RunRequest
+from zerofit.spec.run import RunRequest, fields_of
 
 if TYPE_CHECKING:
     from zerofit.simulate.forecast.result import Simulation
@@ -35,16 +34,7 @@ if TYPE_CHECKING:
 
 FINDING = 1
 HARDWARE_FIELDS = ("gpus", "nodes", "host_memory", "device_memory")
-RUN_FIELDS = (
-    *("model_args", "task", "loss", "data", "data_root", "text_field", "pair_field", "label_field", "target_len"),
-    *("tokenizer", "image_size", "steps", "micro_batch", "micro_batch_by_rank"),
-    *("gradient_accumulation_steps", "global_batch", "seq_len", "optimizer", "gradient_clipping", "precision"),
-    *("activation_checkpointing", "loss_chunk", "mlp_chunk", "activation_offload", "attn_implementation"),
-    *("ds_config", "ranks"),
-    *("tensor_parallel", "pipeline", "pipeline_schedule", "sequence_parallel", "expert_parallel"),
-    *PART_FIELDS,
-    *("pretrained", "label_smoothing", "mixup", "cutmix", "image_sizes", "sync_batch_norm", "ema"),
-)
+RUN_FIELDS = fields_of("simulate")
 SCRIPT = "zerofit.script"  # key in click's context for the words after --
 RELEASES = {"deepspeed": "deepspeed_version", "transformers": "transformers_version"}  # package -> option
 RELEASE_FLAGS = {name: f"--{field.replace('_', '-')}" for name, field in RELEASES.items()}

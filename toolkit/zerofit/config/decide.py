@@ -41,7 +41,7 @@ from zerofit.spec.model_facts import (
     persistence_elements,
     prefetch_elements,
 )
-from zerofit.spec.run import Run, RunRequest
+from zerofit.spec.run import DS_KEYS, Run, RunRequest, flag
 from zerofit.spec.run_folder import Batch, Job, Layout
 
 # findings that do not stop a run, since it fills, fixes or checks the value itself (here, config.validate,
@@ -67,20 +67,6 @@ SETTLED = frozenset(
 FATAL = frozenset({"nvme-path", "monitor-package", "autotuning-on"})
 UNUSED = frozenset({"hybrid-engine"})  # warnings that are errors in zerofit's runs, which generate nothing
 
-# field of the run -> dotted path in the DeepSpeed JSON, for fields with a value of their own. A switch, such as
-# activation_offload, is on if the run or the JSON has it on, so the two cannot differ: `_filled` reads both.
-PAIRS = {
-    "micro_batch": "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "global_batch": "train_batch_size",
-    "gradient_clipping": "gradient_clipping",
-    "lr": "optimizer.params.lr",
-    "weight_decay": "optimizer.params.weight_decay",
-    "momentum": "optimizer.params.momentum",
-    "tensor_parallel": "tensor_parallel.autotp_size",
-    "sequence_parallel": "sequence_parallel_size",
-    "expert_parallel": "expert_parallel.autoep_size",
-}
 SIZES = ("global_batch", "micro_batch", "gradient_accumulation_steps")
 DEGREES = ("tensor_parallel", "sequence_parallel", "expert_parallel")
 _BUCKET = (
@@ -110,6 +96,7 @@ NULLABLE = (f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param", "bf16", "optim
 _UNCLIPPED = "; ".join(f"0 with {entry.json_type}, {entry.clipping_why}" for entry in ENTRIES if not entry.clipping)
 _FULL = ", ".join(entry.json_type for entry in ENTRIES if entry.full_gradients)
 REASONS = {
+    **{key: flag(field) for field, key in DS_KEYS.items()},
     "train_batch_size": "micro batch {micro} x accumulation {accumulation} x data parallel degree {dp}",
     "train_micro_batch_size_per_gpu": "--micro-batch, else the largest up to 8 that divides the batch",
     "gradient_accumulation_steps": "--gradient-accumulation-steps, else computed from the other two sizes",
@@ -131,8 +118,6 @@ REASONS = {
     "scheduler.params.warmup_max_lr": "the optimizer's learning rate",
     "scheduler.params.warmup_num_steps": "--warmup-steps, else 5 % of the run",
     "scheduler.params.total_num_steps": "the optimizer steps of the run",
-    "tensor_parallel.autotp_size": "--tensor-parallel",
-    "sequence_parallel_size": "--sequence-parallel",
     **dict.fromkeys(
         (f"pipeline.{key}" for key in PIPE_PARTITIONED),
         "every tensor parallel rank needs the full activation, so splitting it would only add a gather",
@@ -169,7 +154,7 @@ def decide(
     config = {} if warnings is None else documented_config(document.config)
     merged = _merge(request, config, ds_place, problems)
     layout = _layout(request, merged, config, machine, problems)
-    size_places = ", ".join(request.places.get(f, f"{ds_place}: {PAIRS[f]}") for f in SIZES if f in merged)
+    size_places = ", ".join(request.places.get(f, f"{ds_place}: {DS_KEYS[f]}") for f in SIZES if f in merged)
     by_rank = request.run.micro_batch_by_rank
     if by_rank and layout.world_size == layout.dp:
         batch = solve_by_rank(by_rank, merged, layout.dp, request.place("micro_batch_by_rank"), size_places, problems)
@@ -233,11 +218,11 @@ def _check_json(document: Document, run: Run, machine: Machine, place: str, prob
 
 
 def _merge(request: RunRequest, config: Mapping[str, object], ds_place: str, problems: Problems) -> dict[str, object]:
-    """Merge run and JSON: `optimizer`, `precision`, and the fields that PAIRS lists.
+    """Merge run and JSON: `optimizer`, `precision`, and the fields that DS_KEYS lists.
 
     The result contains no "auto". Values that differ are added to `problems` with both places.
     """
-    from_json = {field: (get(config, path, "auto"), path) for field, path in PAIRS.items()}
+    from_json = {field: (get(config, path, "auto"), path) for field, path in DS_KEYS.items()}
     if get(config, "expert_parallel.enabled") is not True:
         del from_json["expert_parallel"]
     optimizer = run_name(str(get(config, "optimizer.type", "auto")))  # DeepSpeed's names are case-insensitive
@@ -309,10 +294,13 @@ def _filled(
     offloaded = run.activation_offload or get(config, "activation_checkpointing.cpu_checkpointing") is True
     usual = OPTIMIZERS.get(optimizer, ADAMW)  # for another optimizer of the JSON: AdamW's values
     defaults = {"weight_decay": usual.weight_decay, "momentum": usual.momentum}
-    if get(config, "optimizer.type", "auto") != "auto":  # the user's own optimizer block: no defaults for missing keys
+    if _has_optimizer(config):
         defaults = {k: v for k, v in defaults.items() if get(config, f"optimizer.params.{k}") == "auto"}
     return run.model_copy(
         update={
+            "gradient_clipping": usual.clipping,
+            **defaults,
+            **merged,
             "ranks": layout.world_size,
             "tensor_parallel": layout.tp,
             "sequence_parallel": layout.sp,
@@ -320,15 +308,10 @@ def _filled(
             "micro_batch": batch.micro,
             "gradient_accumulation_steps": batch.accumulation,
             "global_batch": batch.total,
-            "precision": merged["precision"],
             "activation_checkpointing": run.activation_checkpointing or offloaded,
             "activation_offload": offloaded,
             "compile": run.compile or get(config, "compile.deepcompile") is True,
             "optimizer": optimizer if optimizer in OPTIMIZERS else None,  # None: the JSON's own type stays
-            "lr": merged.get("lr"),
-            "momentum": merged.get("momentum", defaults.get("momentum")),
-            "weight_decay": merged.get("weight_decay", defaults.get("weight_decay")),
-            "gradient_clipping": merged.get("gradient_clipping", usual.clipping),
         }
     )
 
@@ -348,19 +331,20 @@ def resolve(
         if get(resolved, path) is None:
             drop(resolved, path)
     run, layout, batch = decision.run, decision.layout, decision.batch
-    put(resolved, "train_micro_batch_size_per_gpu", batch.micro)
-    put(resolved, "gradient_accumulation_steps", batch.accumulation)
+    if run.optimizer is not None:
+        put(resolved, "optimizer.type", OPTIMIZERS[run.optimizer].json_type)
+    for field, key in DS_KEYS.items():
+        if field not in DEGREES and (value := getattr(run, field)) is not None:
+            put(resolved, key, value)
     if layout.tp > 1 or layout.combined or batch.total != batch.micro * batch.accumulation * batch.dp:
         # DeepSpeed counts tensor parallel ranks (runtime/config.py:471) and a combined layout's sequence ranks as data
         # parallel, and supports only one micro batch for all ranks
         drop(resolved, "train_batch_size")
-    else:
-        put(resolved, "train_batch_size", batch.total)
     # A block in the file keeps its other keys, such as the loss scale, even if it is disabled.
     for name in ("bf16", "fp16"):
         if run.precision == name or name in resolved:
             put(resolved, f"{name}.enabled", run.precision == name)
-    _fill_optimizer(resolved, run, machine, layout)
+    _fill_optimizer(resolved, machine, layout, with_defaults=not _has_optimizer(config))
     for key, (size, _) in ZERO_SIZES.items():
         if get(resolved, f"{ZERO}.{key}") == "auto":
             put(resolved, f"{ZERO}.{key}", size(facts))
@@ -373,7 +357,6 @@ def resolve(
     for key, value in scheduler.items():
         if get(resolved, f"scheduler.params.{key}") == "auto":
             put(resolved, f"scheduler.params.{key}", value)
-    put(resolved, "gradient_clipping", run.gradient_clipping)
     _fill_degrees(resolved, layout, problems)
     for path in autos(resolved):
         problems.add("auto", f'{path} is "auto", and nothing fills it in', "write a value, or remove the key", path)
@@ -411,20 +394,18 @@ def _keep_full_logits(config: dict[str, object], problems: Problems) -> None:
     put(config, path, False)
 
 
-def _fill_optimizer(config: dict[str, Any], run: Run, machine: Machine, layout: Layout) -> None:
-    is_own_block = get(config, "optimizer.type", "auto") != "auto"  # a user's block gets no defaults for missing keys
-    if run.optimizer is not None:
-        put(config, "optimizer.type", OPTIMIZERS[run.optimizer].json_type)
-    params = {"lr": run.lr, "weight_decay": run.weight_decay, "momentum": run.momentum}
-    for key, value in params.items():
-        if value is not None:
-            put(config, f"optimizer.params.{key}", value)
+def _has_optimizer(config: Mapping[str, object]) -> bool:
+    """Return whether a JSON names an optimizer. Keys that its block lacks get no defaults."""
+    return get(config, "optimizer.type", "auto") != "auto"
+
+
+def _fill_optimizer(config: dict[str, Any], machine: Machine, layout: Layout, *, with_defaults: bool) -> None:
     entry = of_json(get(config, "optimizer.type"))
     # These values replace only "auto". The optimizer's usual parameters below also fill in missing keys.
     for key, value in (entry.auto if entry else TORCH_PARAMS).items():
         if get(config, f"optimizer.params.{key}") == "auto":
             put(config, f"optimizer.params.{key}", value)
-    for key, value in (entry.params if entry and not is_own_block else {}).items():
+    for key, value in (entry.params if entry and with_defaults else {}).items():
         put(config, f"optimizer.params.{key}", value)
     if machine.accelerator == "cpu" and entry and entry.torch_on_cpu and not ZENFLOW.on(config):  # needs the C++ op
         # DeepSpeed's Adam is a C++ op that takes minutes to compile

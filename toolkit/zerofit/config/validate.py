@@ -45,7 +45,7 @@ def check_combination(layout: Layout, config: Mapping[str, object], problems: Pr
     dimensions = [name for name, degree in degrees.items() if degree > 1]
     used, instead = " and ".join(dimensions), "keep one of " if len(dimensions) > 1 else "leave out "
     for feature in features_on(config):
-        if not feature.combined:
+        if not feature.tested_combined:
             message = f"{feature.path} with {used} {UNVERIFIED}"
             problems.add("layout", message, f"remove the key, or {instead}{used}", feature.path)
     # of these blocks only the degree is read: the split follows transformers' plans, or zerofit's for experts
@@ -267,7 +267,7 @@ def check_averages(run: Run, layout: Layout, config: Mapping[str, object], probl
         if degree > 1:
             message = f"--ema with {name} {degree}: averages only work with data parallelism, at ZeRO 0 to 3"
             problems.add("layout", message, f"set {name} to 1, or remove --ema", "--ema")
-    apart = [feature.path for feature in features_on(config) if not feature.averaged]
+    apart = [feature.path for feature in features_on(config) if not feature.keeps_masters]
     # a value of a key that works with averages: on NVMe, master weights lie in files between two steps
     apart += ["offload_optimizer.device"] * (get(config, "zero_optimization.offload_optimizer.device") == "nvme")
     for path in apart:
@@ -345,7 +345,7 @@ def check_part(run: Run, layout: Layout, config: Mapping[str, object], problems:
     if run.mlp_chunk and run.lora_dropout:
         message = f"--lora-dropout {run.lora_dropout} with --mlp-chunk: recomputation would use another dropout mask"
         problems.add("conflict", message, "leave one of them out", "--lora-dropout")
-    apart = [feature.path for feature in features_on(config) if not feature.partial]
+    apart = [feature.path for feature in features_on(config) if not feature.tested_frozen]
     for path in apart + ["expert_parallel.enabled"] * bool(get(config, "expert_parallel.enabled")):
         problems.add("layout", f"{asked} with {path} {UNVERIFIED}", "remove the key", path)
 

@@ -10,18 +10,55 @@ from zerofit.features.checkpointing import WORDS, Checkpointing
 from zerofit.features.engines import ENGINES, Engine
 from zerofit.features.optimizer import TrainingSetting
 from zerofit.features.optimizers import PLANNED, Optimizer, has_weight_decay
+from zerofit.features.zero import ZERO
 from zerofit.spec.model_facts import ELEMENT_BYTES
 from zerofit.spec.overhead import CPU_PROCESS_HIGH_BYTES
 from zerofit.spec.profile import setting
-from zerofit.spec.run import PipelineSchedule
+from zerofit.spec.run import DS_KEYS, PipelineSchedule
 from zerofit.spec.run_folder import Job
 
 Offload = Literal["none", "cpu", "nvme"]
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
-# DeepSpeed's defaults in elements (runtime/zero/config.py)
-DEFAULT_BUCKET = 500_000_000
-LIVE = REUSE = 1_000_000_000  # at stage 3
-DEFAULTS = {"prefetch": 50_000_000, "persistence": 100_000, "live": LIVE, "reuse": REUSE}  # at stage 3
+LIVE = REUSE = 1_000_000_000  # elements: DeepSpeed's defaults (runtime/zero/config.py)
+# attribute of a layout -> the option of a run or of `plan` that fixes it
+OPTIONS = {
+    "micro_batch": "micro_batch",
+    "accumulation": "gradient_accumulation_steps",
+    "checkpointing": "activation_checkpointing",
+    "optimizer": "optimizer",
+    "tp": "tensor_parallel",
+    "pp": "pipeline",
+    "sp": "sequence_parallel",
+    "ep": "expert_parallel",
+    "schedule": "pipeline_schedule",
+    "zero_stage": "zero_stage",
+    "offload_optimizer": "offload",
+    "offload_param": "offload_param",
+    "pin_optimizer": "pin_memory",
+    "pin_param": "pin_memory",
+    "overlap": "overlap_comm",
+}
+# attribute of a layout -> dotted key of the DeepSpeed JSON
+KEYS = {
+    **{attribute: DS_KEYS[option] for attribute, option in OPTIONS.items() if option in DS_KEYS},
+    "optimizer": "optimizer.type",
+    "zero_stage": f"{ZERO}.stage",
+    "offload_optimizer": f"{ZERO}.offload_optimizer.device",
+    "offload_param": f"{ZERO}.offload_param.device",
+    "pin_optimizer": f"{ZERO}.offload_optimizer.pin_memory",
+    "pin_param": f"{ZERO}.offload_param.pin_memory",
+    "bucket": f"{ZERO}.reduce_bucket_size",
+    "overlap": f"{ZERO}.overlap_comm",
+    "prefetch": f"{ZERO}.stage3_prefetch_bucket_size",
+    "persistence": f"{ZERO}.stage3_param_persistence_threshold",
+    "live": f"{ZERO}.stage3_max_live_parameters",
+    "reuse": f"{ZERO}.stage3_max_reuse_distance",
+}
+_ZERO_KEYS = {  # directly in `zero_optimization`
+    attribute: key.removeprefix(f"{ZERO}.")
+    for attribute, key in KEYS.items()
+    if key.rpartition(".")[0] == ZERO and attribute != "zero_stage"
+}
 # sizes of a layout that a DeepSpeed JSON may leave to zerofit ("auto") or to DeepSpeed (UNSET)
 SIZES = ("bucket", "overlap", "prefetch", "persistence")
 UNSET = "unset"
@@ -91,29 +128,22 @@ class PlannedLayout:
 
         "auto" keeps the layout's value. UNSET stands for DeepSpeed's default.
         """
-        stage = self.zero_stage
-        # DeepSpeed's default of overlap_comm depends on the stage (runtime/zero/config.py:386).
-        defaults = {"bucket": DEFAULT_BUCKET if stage else self.bucket, "overlap": stage == 3}
-        defaults |= {name: DEFAULTS[name] if stage == 3 else 0 for name in ("prefetch", "persistence")}
-        sizes = {name: defaults[name] if value == UNSET else value for name, value in wanted.items() if value != "auto"}
+        unset = {"bucket": self.bucket, **unset_sizes(self.zero_stage)}
+        sizes = {name: unset[name] if value == UNSET else value for name, value in wanted.items() if value != "auto"}
         return replace(self, **sizes)
 
     @classmethod
     def of(cls, job: Job) -> PlannedLayout:
         """Return a job's layout."""
-        zero, layout = job.ds_config.get("zero_optimization", {}), job.layout
-        zero3 = layout.zero_stage == 3
+        zero, layout = job.ds_config.get(ZERO, {}), job.layout
         offload = {part: zero.get(f"offload_{part}") or {} for part in ("optimizer", "param")}
         devices = {part: settings.get("device", "none") for part, settings in offload.items()}
-        if devices["optimizer"] == "nvme" and not zero3:  # DeepSpeed uses the host instead (stage_1_and_2.py:220)
+        if (
+            devices["optimizer"] == "nvme" and layout.zero_stage < 3
+        ):  # DeepSpeed uses the host instead (stage_1_and_2.py:220)
             devices["optimizer"] = "cpu"
         optimizer = job.run.optimizer if job.run.optimizer in PLANNED else "adamw"  # others' states are unknown
-        sizes = {
-            "prefetch": "stage3_prefetch_bucket_size",
-            "persistence": "stage3_param_persistence_threshold",
-            "live": "stage3_max_live_parameters",
-            "reuse": "stage3_max_reuse_distance",
-        }
+        written = {name: zero[key] for name, key in _ZERO_KEYS.items() if key in zero} if layout.zero_stage else {}
         return cls(
             zero_stage=layout.zero_stage,
             micro_batch=job.batch.most,
@@ -132,10 +162,8 @@ class PlannedLayout:
             ema=job.run.ema,
             **{f"offload_{part}": device for part, device in devices.items()},
             **{f"pin_{part}": settings.get("pin_memory", True) for part, settings in offload.items()},
-            **{field: zero.get(key, DEFAULTS[field]) for field, key in sizes.items() if key in zero or zero3},
             steps_early=steps_early(job.ds_config),
-            overlap=zero.get("overlap_comm", zero3),
-            **({"bucket": zero.get("reduce_bucket_size", DEFAULT_BUCKET)} if layout.zero_stage else {}),
+            **(unset_sizes(layout.zero_stage) | written),
         )
 
     @property
@@ -248,12 +276,18 @@ class PlannedLayout:
         }
 
 
+def unset_sizes(stage: int) -> dict[str, Any]:
+    """Return DeepSpeed's defaults of SIZES at a ZeRO stage (runtime/zero/config.py)."""
+    zero3 = {"prefetch": 50_000_000, "persistence": 100_000} if stage == 3 else {"prefetch": 0, "persistence": 0}
+    return {**zero3, "overlap": stage == 3, **({"bucket": 500_000_000} if stage else {})}
+
+
 def steps_early(config: Mapping[str, Any]) -> bool:
     """Return whether `config` (DeepSpeed's JSON) uses SuperOffload without gradient clipping.
 
     DeepSpeed then steps before all gradients exist.
     """
-    offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
+    offload = config.get(ZERO, {}).get("offload_optimizer") or {}
     return offload.get("super_offload") is True and config.get("gradient_clipping") == 0
 
 

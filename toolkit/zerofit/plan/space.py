@@ -11,7 +11,7 @@ from zerofit.features.checkpointing import WORDS, Checkpointing
 from zerofit.features.engines import ENGINES, Engine
 from zerofit.features.optimizers import refusals, usual_optimizer
 from zerofit.plan.degrees import Degrees, degree_problem, divisors
-from zerofit.plan.layout import SIZES, Offload, PlannedLayout
+from zerofit.plan.layout import Offload, PlannedLayout
 from zerofit.plan.software import USUAL, Software
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem
@@ -29,8 +29,9 @@ from zerofit.spec.run import PipelineSchedule
 LARGE_BUCKET = 500_000_000  # elements; DeepSpeed's own default
 MOST_FREE_MICRO_BATCH = 64  # samples, without a global batch; images get 8 times as many
 IMAGES = 8
-# attributes in which the members of a family differ, or that no search decides; a request sets them for all members
-REPLACED = (*SIZES, "live", "reuse", "pin_optimizer", "pin_param", "steps_early", "has_weight_decay")
+# attributes that the search decides: layouts with another value than the fixed one are dropped. Every other fixed
+# attribute is set in all layouts.
+SEARCHED = ("zero_stage", "offload_optimizer", "offload_param", "optimizer", "ema", "reshard", "sync_each_batch")
 MORE_GATHERED = 10  # factor on the usual prefetch and persistence sizes; they hardly change the forecast time
 
 _SHARDED_BITS = Problem(
@@ -68,7 +69,7 @@ class PlanRequest:
     every: bool = False  # rank each variant by itself, including larger stage-3 sizes
     engines: tuple[Engine, ...] = ("deepspeed",)
     weight_bytes: int = 4  # of an element of the weights that FSDP2 trains; DeepSpeed trains float32 copies
-    keep: Mapping[str, Any] = field(default_factory=dict)  # further fixed attributes of PlannedLayout
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # further fixed attributes of PlannedLayout
 
     @property
     def degrees(self) -> Degrees:
@@ -109,7 +110,7 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
     for engine in request.engines:
         if engine != "deepspeed":
             _add_by_layer(engine, profile, cluster, request, space)
-    fixed = {name: value for name, value in request.keep.items() if name in REPLACED}
+    replaced = {name: value for name, value in request.fixed.items() if name not in SEARCHED}
     for degrees in _degrees(cluster, profile, request) if "deepspeed" in request.engines else ():
         schedule = request.schedule or "1f1b"
         problem = degree_problem(degrees, profile, cluster, schedule) or _untraced(degrees, profile, request)
@@ -147,20 +148,20 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
                 bucket=bucket_elements(profile.trained),
                 prefetch=sizes.prefetch if stage == 3 else 0,
                 persistence=sizes.persistence if stage == 3 else 0,
-                ema=request.keep.get("ema"),
-                optimizer=request.keep.get("optimizer") or usual_optimizer(profile.cnn, optimizer),
+                ema=request.fixed.get("ema"),
+                optimizer=request.fixed.get("optimizer") or usual_optimizer(profile.cnn, optimizer),
             )
             if any(refusals(first.optimizer, first.optimizer_setting)):
                 continue
             if first.ema and (degrees.product > 1 or optimizer == "nvme"):
                 continue  # averages are kept by data parallel ranks, in memory (config/validate.py)
-            if any(getattr(first, name) != value for name, value in request.keep.items() if name not in fixed):
+            if any(getattr(first, name) != value for name, value in request.fixed.items() if name in SEARCHED):
                 continue
             # "auto" is filled from the first member, as training does
-            auto = {name: getattr(first, name) for name, value in fixed.items() if value == "auto"}
+            auto = {name: getattr(first, name) for name, value in replaced.items() if value == "auto"}
             family = [first, *_variants(first, profile, request.every)]
             # Fixed sizes can make members of a family equal.
-            family = [layout.with_sizes({**fixed, **auto}) for layout in family] if fixed else family
+            family = [layout.with_sizes({**replaced, **auto}) for layout in family] if replaced else family
             space.families.append(list(dict.fromkeys(family)))
     if not space.families and not space.left_out:
         space.leave_out(_no_match(request))
@@ -201,16 +202,16 @@ def _add_by_layer(engine: Engine, profile: Profile, cluster: Cluster, request: P
                 bucket=0,
                 overlap=True,
             )
-            same = () if accumulation > 1 else ("sync_each_batch",)  # with one micro batch, both are equal
-            fixed = ((name, value) for name, value in request.keep.items() if name not in (*REPLACED, *same))
-            matches = all(getattr(layout, name) == value for name, value in fixed)
+            # with one micro batch, both values of sync_each_batch are equal
+            compared = [name for name in SEARCHED if accumulation > 1 or name != "sync_each_batch"]
+            matches = all(getattr(layout, name) == request.fixed.get(name, getattr(layout, name)) for name in compared)
             if matches and layout.setting in profile.costs and (accumulation > 1 or not each):
                 space.families.append([layout])
 
 
 def _by_layer_problem(engine: Engine, profile: Profile, cluster: Cluster, request: PlanRequest) -> Problem | None:
     degrees = request.degrees
-    optimizer, own_models = request.keep.get("optimizer", "adamw"), ENGINES[engine].own_models
+    optimizer, own_models = request.fixed.get("optimizer", "adamw"), ENGINES[engine].own_models
     refused = {
         "on CPUs": cluster.on_cpu,
         f"for {profile.model}, which is not a decoder of transformers": profile.task != "causal-lm"
@@ -227,7 +228,7 @@ def _by_layer_problem(engine: Engine, profile: Profile, cluster: Cluster, reques
             degrees.product * degrees.ep > (degrees.tp if own_models else 1)
         ),
         f"with {optimizer}": optimizer != "adamw",
-        "with averaged weights": "ema" in request.keep,
+        "with averaged weights": "ema" in request.fixed,
         "with a micro batch for each rank": bool(request.by_rank),
     }
     for what, applies in refused.items():
@@ -284,19 +285,19 @@ def _supports_quantized(profile: Profile, stage: int, offload_param: Offload) ->
 
 
 def _no_match(request: PlanRequest) -> Problem:
-    knobs = {"micro_batch": request.micro_batch, "accumulation": request.accumulation, **request.keep}
-    words = ", ".join(f"{name} {value}" for name, value in knobs.items() if value is not None)
+    fixed = {"micro_batch": request.micro_batch, "accumulation": request.accumulation, **request.fixed}
+    words = ", ".join(f"{name} {value}" for name, value in fixed.items() if value is not None)
     message = f"no layout matches all fixed values: {words}, global batch {request.global_batch or 'free'}"
     return Problem(kind="decided", message=message, hint="remove some of these values, or change them")
 
 
 def _sharding(degrees: Degrees, cluster: Cluster, request: PlanRequest) -> Iterator[tuple[int, Offload, Offload]]:
-    keep = request.keep
+    fixed = request.fixed
     least = 0 if degrees.ep == 1 and request.schedule != "dualpipev" else 1  # DualPipeV: config/validate.py
     most = 1 if degrees.pp > 1 else 3  # the limit of DeepSpeed's pipeline (pipe/engine.py:73)
-    if "zero_stage" in keep and "offload_optimizer" in keep:  # the user's own combination
-        if least <= keep["zero_stage"] <= most:
-            yield keep["zero_stage"], keep["offload_optimizer"], keep.get("offload_param", "none")
+    if "zero_stage" in fixed and "offload_optimizer" in fixed:  # the user's own combination
+        if least <= fixed["zero_stage"] <= most:
+            yield fixed["zero_stage"], fixed["offload_optimizer"], fixed.get("offload_param", "none")
         return
     if least == 0:
         yield 0, "none", "none"
@@ -305,7 +306,7 @@ def _sharding(degrees: Degrees, cluster: Cluster, request: PlanRequest) -> Itera
         return
     yield 2, "none", "none"
     yield 3, "none", "none"
-    if cluster.on_cpu and keep.keys().isdisjoint(("offload_optimizer", "offload_param")):
+    if cluster.on_cpu and fixed.keys().isdisjoint(("offload_optimizer", "offload_param")):
         return  # host and device memory are one
     yield 2, "cpu", "none"
     yield 3, "cpu", "none"

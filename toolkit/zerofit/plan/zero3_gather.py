@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import accumulate, chain
 from typing import NamedTuple
 
-from zerofit.plan.layout import DEFAULTS, PlannedLayout
+from zerofit.plan.layout import LIVE, REUSE, PlannedLayout, unset_sizes
 from zerofit.plan.persistent import ParameterSharers, sharers
 from zerofit.plan.timeline import StageTimeline
 from zerofit.spec.profile import ModuleCall
@@ -77,7 +77,7 @@ def gathered_to_score(line: StageTimeline, layout: PlannedLayout, copied: StageT
     left = trained.backward[-1][0].bytes  # prefetched for a backward that does not come
     # the copy has DeepSpeed's default sizes: DeepSpeed ignores the keys that TRL sets (trl/models/utils.py,
     # prepare_deepspeed)
-    copy = _gathering(copied, replace(layout, **DEFAULTS), forward_only=True)
+    copy = _gathering(copied, replace(layout, **unset_sizes(3), live=LIVE, reuse=REUSE), forward_only=True)
     return max(peak, left + max(moment.bytes for moment in chain(*copy.forward)))
 
 

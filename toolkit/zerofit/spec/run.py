@@ -39,7 +39,7 @@ from zerofit.spec.foreign_yaml import read_own_yaml
 from zerofit.spec.image_sizes import ImageSizes
 from zerofit.spec.model_facts import DEFAULT_PRECISION, AttentionKernel, Precision
 from zerofit.spec.named_code import in_run_folder, refuse_foreign_code
-from zerofit.spec.partial_training import Bits, LoraInit, LoraSettings, PartialTraining, Quantization
+from zerofit.spec.partial_training import PART_FIELDS, Bits, LoraInit, LoraSettings, PartialTraining, Quantization
 from zerofit.spec.profiling import Numbers
 from zerofit.spec.units import MOST_RANKS, Interval
 
@@ -398,6 +398,45 @@ class Run(BaseModel):
         run = _checked_run(values | overrides, places, faults)
         _refuse_foreign_code(Path(path), run, overrides, trust_model_code)
         return run
+
+
+# `train` and `launch` have a flag for each field of a run, `simulate`, `plan` and `check` for these.
+_FLAGS = {
+    "simulate plan check": (
+        *("model_args", "micro_batch", "gradient_accumulation_steps", "global_batch", "seq_len", "optimizer"),
+        *("tensor_parallel", "pipeline", "pipeline_schedule", "sequence_parallel", "expert_parallel", *PART_FIELDS),
+    ),
+    "simulate plan": (
+        *("task", "micro_batch_by_rank", "activation_checkpointing", "activation_offload", "loss_chunk", "mlp_chunk"),
+        *("attn_implementation", "ds_config", "ema"),
+    ),
+    "simulate": (
+        *("loss", "data", "data_root", "text_field", "pair_field", "label_field", "target_len", "tokenizer"),
+        *("image_size", "pretrained", "label_smoothing", "mixup", "cutmix", "image_sizes", "sync_batch_norm"),
+    ),
+    "simulate check": ("steps", "gradient_clipping", "precision", "ranks"),
+    "plan": ("compile",),  # others, such as lr, change neither memory nor step time
+    "check": ("lr", "schedule", "warmup_steps", "min_lr", "weight_decay", "momentum"),
+}
+# field of a run -> dotted key of the DeepSpeed JSON with the same value. A switch, such as activation_offload, is on if
+# the run or the JSON has it on, so the two cannot differ: `config.decide` reads both.
+DS_KEYS = {
+    "micro_batch": "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "global_batch": "train_batch_size",
+    "gradient_clipping": "gradient_clipping",
+    "lr": "optimizer.params.lr",
+    "weight_decay": "optimizer.params.weight_decay",
+    "momentum": "optimizer.params.momentum",
+    "tensor_parallel": "tensor_parallel.autotp_size",
+    "sequence_parallel": "sequence_parallel_size",
+    "expert_parallel": "expert_parallel.autoep_size",
+}
+
+
+def fields_of(command: str) -> tuple[str, ...]:
+    """Return the fields of a run with a flag of `simulate`, `plan` or `check`."""
+    return tuple(field for commands, fields in _FLAGS.items() if command in commands.split() for field in fields)
 
 
 @dataclass(frozen=True, kw_only=True)

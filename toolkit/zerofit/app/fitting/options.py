@@ -10,13 +10,13 @@ from typing import Any
 
 from zerofit.app.job.resolve import ResolvedJob, ds_document
 from zerofit.app.planning.job_forecast import profile_of
-from zerofit.app.planning.layout_pins import DEGREES, FIELDS, fixed_knobs, savings_of
+from zerofit.app.planning.layout_pins import DEGREES, savings_of, written_attributes
 from zerofit.app.planning.output_files import ds_config as planned_config
 from zerofit.app.planning.output_files import layout_fields, merged
 from zerofit.app.planning.search_setup import forecast_of
 from zerofit.features.optimizers import has_weight_decay
 from zerofit.plan.degrees import Degrees
-from zerofit.plan.layout import LayoutMemory, PlannedLayout
+from zerofit.plan.layout import OPTIONS, LayoutMemory, PlannedLayout
 from zerofit.plan.result import plain
 from zerofit.plan.search import search
 from zerofit.plan.software import Software
@@ -25,11 +25,14 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.events import Reporter
 from zerofit.spec.local_machine import read_calibration
 from zerofit.spec.profile import Profile, Savings, offered
-from zerofit.spec.run import RunRequest
+from zerofit.spec.run import Run, RunRequest
 
 ALL = 10**6  # more layouts than a search finds
 AMPLE = 10**18  # bytes of memory that never limit a layout: what fits is decided later, by simulations
-CHOSEN = (*FIELDS.values(), "global_batch", *Savings._fields, "ds_config")  # fields of the run
+CHOSEN = (  # fields of the run
+    *(option for option in OPTIONS.values() if option in Run.model_fields),
+    *("global_batch", *Savings._fields, "ds_config"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,19 +68,19 @@ def options_of(
     If layouts are equally fast, the simplest comes first. `lean`: try the options that make long sequences fit,
     instead of the usual options. Raises UserError and ModelError.
     """
-    job, run, knobs = resolved.job, resolved.job.run, fixed_knobs(given)
-    degrees = {name: knobs[name] for name in DEGREES if knobs.get(name, 1) > 1}
+    job, run = resolved.job, resolved.job.run
+    fixed = written_attributes(given, given.get("ds_config", {}))
+    degrees = {name: fixed[name] for name in DEGREES if fixed.get(name, 1) > 1}
     fields = ("micro_batch", "accumulation", "checkpointing", "schedule")  # a request has these as fields of its own
-    own = {name: knobs[name] for name in fields if name in knobs}
-    keep = {name: value for name, value in knobs.items() if name not in {*own, *degrees}}
-    keep |= {"ema": run.ema} if run.ema else {}
-    keep["has_weight_decay"] = has_weight_decay(job.ds_config)  # it may come from the run's weight decay
-    keep |= {name: max(1, keep[name]) for name in ("tp", "sp", "ep") if name in keep}  # 0 means 1 in DeepSpeed
+    own = {name: fixed[name] for name in fields if name in fixed}
+    fixed = {name: value for name, value in fixed.items() if name not in {*own, *degrees}}
+    fixed |= {"ema": run.ema} if run.ema else {}
+    fixed["has_weight_decay"] = has_weight_decay(job.ds_config)  # it may come from the run's weight decay
     request = PlanRequest(
         precision=job.precision,
         global_batch=job.batch.total,
         every=True,
-        keep=keep,
+        fixed=fixed,
         software=Software.of(dict(run)),
         **own,
         **degrees,
@@ -97,7 +100,7 @@ def options_of(
         wanted = replace(request, checkpointing=True) if savings.activation_offload else request
         result = search(profile, ample, wanted, forecast_of(profile, cluster), calibration, top=ALL)
         for ranked in result.layouts:
-            if ranked.layout.persistence <= stage3_sizes(profile).persistence or "persistence" in keep:
+            if ranked.layout.persistence <= stage3_sizes(profile).persistence or "persistence" in fixed:
                 option = {"layout": ranked.layout, "memory": ranked.memory, "samples_per_s": ranked.samples_per_s}
                 options.append(LayoutOption(savings=savings, **option))
     options.sort(key=lambda option: (-option.samples_per_s, *plain(option.layout), bool(option.savings.fields)))
@@ -144,7 +147,7 @@ def chosen_fields(
 ) -> dict[str, object]:
     """Return the fields of the run for an option, including the full DeepSpeed JSON."""
     config = planned_config(option.layout, profile, str(_nvme_path(given) or "/local_nvme"))
-    degrees = {FIELDS[name]: getattr(option.layout, name) for name in DEGREES}
+    degrees = {OPTIONS[name]: getattr(option.layout, name) for name in DEGREES}
     return {
         **degrees,
         **layout_fields(option.layout),

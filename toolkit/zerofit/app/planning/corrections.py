@@ -203,7 +203,7 @@ def measured_layout(wanted: PlanRequest) -> PlanRequest:
     Raises UserError if the ZeRO stage or the micro batch is missing.
     """
     problems = Problems()
-    for name, value in (("zero_stage", wanted.keep.get("zero_stage")), ("micro_batch", wanted.micro_batch)):
+    for name, value in (("zero_stage", wanted.fixed.get("zero_stage")), ("micro_batch", wanted.micro_batch)):
         if value is None:
             flag = "--" + name.replace("_", "-")
             message = f"{MEASURED_FLAG} needs the measured layout, but {flag} is missing"
@@ -216,7 +216,7 @@ def measured_layout(wanted: PlanRequest) -> PlanRequest:
         # a global batch already determines the accumulation steps
         accumulation=wanted.accumulation or (None if wanted.global_batch else 1),
         checkpointing=wanted.checkpointing or False,
-        keep={"offload_optimizer": "none", "offload_param": "none", **wanted.keep},
+        fixed={"offload_optimizer": "none", "offload_param": "none", **wanted.fixed},
     )
 
 

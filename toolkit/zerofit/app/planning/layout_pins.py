@@ -1,4 +1,4 @@
-"""Read the settings of a layout ("knobs") that options, a run or a DeepSpeed JSON fix."""
+"""Read the attributes of a layout that options, a run or a DeepSpeed JSON fix."""
 
 from __future__ import annotations
 
@@ -13,54 +13,14 @@ from zerofit.config.decide import precision_of, where
 from zerofit.config.ds_json import read_for_run
 from zerofit.features.checkpointing import Checkpointing
 from zerofit.features.optimizers import OPTIMIZERS, PLANNED, Optimizer, has_weight_decay, run_name
-from zerofit.features.zero import GRADIENTS_IN_FP32, features_on
-from zerofit.plan.layout import OFFLOADS, SIZES, UNSET, Offload, steps_early
+from zerofit.features.zero import GRADIENTS_IN_FP32, ZERO, features_on
+from zerofit.plan.layout import KEYS, OFFLOADS, OPTIONS, SIZES, UNSET, Offload, steps_early
 from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import AttentionKernel
 from zerofit.spec.partial_training import Bits, LoraInit
 from zerofit.spec.profile import NOTHING_SAVED, Savings
-from zerofit.spec.run import PipelineSchedule, Precision
+from zerofit.spec.run import PipelineSchedule, Precision, Run
 
-# knob of a layout -> field of the run; key of the DeepSpeed JSON
-FIELDS = {
-    "micro_batch": "micro_batch",
-    "accumulation": "gradient_accumulation_steps",
-    "checkpointing": "activation_checkpointing",
-    "optimizer": "optimizer",
-    "tp": "tensor_parallel",
-    "pp": "pipeline",
-    "sp": "sequence_parallel",
-    "ep": "expert_parallel",
-    "schedule": "pipeline_schedule",
-}
-KEYS = {
-    "micro_batch": "train_micro_batch_size_per_gpu",
-    "accumulation": "gradient_accumulation_steps",
-    "optimizer": "optimizer.type",
-    "tp": "tensor_parallel.autotp_size",
-    "sp": "sequence_parallel_size",
-    "ep": "expert_parallel.autoep_size",
-    "zero_stage": "zero_optimization.stage",
-    "offload_optimizer": "zero_optimization.offload_optimizer.device",
-    "offload_param": "zero_optimization.offload_param.device",
-    "pin_optimizer": "zero_optimization.offload_optimizer.pin_memory",
-    "pin_param": "zero_optimization.offload_param.pin_memory",
-    "bucket": "zero_optimization.reduce_bucket_size",
-    "overlap": "zero_optimization.overlap_comm",
-    "prefetch": "zero_optimization.stage3_prefetch_bucket_size",
-    "persistence": "zero_optimization.stage3_param_persistence_threshold",
-    "live": "zero_optimization.stage3_max_live_parameters",
-    "reuse": "zero_optimization.stage3_max_reuse_distance",
-}
-# knob of a layout -> pin of a plan
-PINS = {
-    "zero_stage": "zero_stage",
-    "offload_optimizer": "offload",
-    "offload_param": "offload_param",
-    "overlap": "overlap_comm",
-    "pin_optimizer": "pin_memory",
-    "pin_param": "pin_memory",
-}
 STAGES = (0, 1, 2, 3)
 DEGREES = ("tp", "pp", "sp", "ep")
 
@@ -112,29 +72,29 @@ class LayoutPins(TypedDict, total=False):
     ds_config: str | dict[str, Any] | None  # a file, a bundled name, or the content
 
 
-# A value of a layout can be fixed in three places. An option of `plan` wins over a field of the run, and
-# that wins over the DeepSpeed JSON. "auto" fixes nothing. A value that no place fixes is searched.
-def fixed_knobs(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the knobs that these fields fix. The fields may contain a DeepSpeed JSON."""
-    config = given.get("ds_config", {})
-    knobs = {knob: get(config, key, "auto") for knob, key in KEYS.items()}
+# An attribute of a layout can be fixed in three places. An option of `plan` wins over a field of the run, and that wins
+# over the DeepSpeed JSON. "auto" fixes nothing. An attribute that no place fixes is searched.
+def written_attributes(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a layout that options, fields of a run or a DeepSpeed JSON contain."""
+    written = {attribute: get(config, key, "auto") for attribute, key in KEYS.items()}
     # DeepSpeed reads the degree only if expert parallelism is enabled.
     if get(config, "expert_parallel.enabled") is not True:
-        knobs.pop("ep")
-    knobs |= {knob: given[field] for knob, field in FIELDS.items() if field in given}
-    if knobs.get("optimizer") not in ("auto", None):
-        name = run_name(str(knobs["optimizer"]))
-        knobs["optimizer"] = name if name in PLANNED else "adamw"  # most other optimizers have the same states
-    if savings_of(given, config).activation_offload:  # only checkpoints are offloaded
-        knobs["checkpointing"] = True
+        written.pop("ep")
+    written |= {attribute: pins[option] for attribute, option in OPTIONS.items() if pins.get(option) is not None}
+    if written.get("optimizer") not in ("auto", None):
+        name = run_name(str(written["optimizer"]))
+        written["optimizer"] = name if name in PLANNED else "adamw"  # most other optimizers have the same states
+    if savings_of(pins, config).activation_offload:  # only checkpoints are offloaded
+        written["checkpointing"] = True
     if steps_early(config):
-        knobs["steps_early"] = True
-    if not (has_weight_decay(config) if given.get("weight_decay") is None else given["weight_decay"]):
-        knobs["has_weight_decay"] = False
-    fixed = {knob: value for knob, value in knobs.items() if value not in ("auto", None)}
-    # JSON writes large sizes as floats, like 5e8
-    fixed = {knob: int(value) if isinstance(value, float) else value for knob, value in fixed.items()}
-    return fixed | ({"ema": given["ema"]} if given.get("ema") else {})
+        written["steps_early"] = True
+    if not (has_weight_decay(config) if pins.get("weight_decay") is None else pins["weight_decay"]):
+        written["has_weight_decay"] = False
+    written = {attribute: value for attribute, value in written.items() if value not in ("auto", None)}
+    # JSON writes large sizes as floats, like 5e8, and 0 is degree 1 in DeepSpeed
+    written = {attribute: int(value) if isinstance(value, float) else value for attribute, value in written.items()}
+    written |= {degree: max(1, written[degree]) for degree in DEGREES if degree in written}
+    return written | ({"ema": pins["ema"]} if pins.get("ema") else {})
 
 
 def savings_of(given: Mapping[str, object], config: Mapping[str, object]) -> Savings:
@@ -170,29 +130,28 @@ def read_config(ds_config: str | Mapping[str, object] | None) -> dict[str, Any]:
     return documented_config(document.config)
 
 
-def knobs_of(pins: Mapping[str, object], config: Mapping[str, object]) -> dict[str, Any]:
-    """Return the knobs that pins and a DeepSpeed JSON fix. If both fix a knob, the pin wins.
+def fixed_attributes(pins: Mapping[str, object], config: Mapping[str, object]) -> dict[str, Any]:
+    """Return the attributes of all layouts of a plan that pins and a DeepSpeed JSON fix.
 
     Sizes are as in training: zerofit fills in "auto", and missing keys get DeepSpeed's defaults.
     """
-    given = {name: value for name, value in pins.items() if value is not None}
-    # A JSON with `zero_optimization` that offloads nothing keeps optimizer states and parameters on the device.
-    stays = {name: "none" for name in ("offload_optimizer", "offload_param") if "zero_optimization" in config}
-    knobs = stays | fixed_knobs({**given, "ds_config": config})
-    if "zero_optimization" in config:
-        knobs |= {knob: get(config, KEYS[knob], UNSET) for knob in SIZES if knob not in knobs}
-    knobs |= {knob: given[pin] for knob, pin in PINS.items() if pin in given}
-    if knobs.get("zero_stage") == 0:
-        knobs.pop("overlap", None)  # the value has no effect at stage 0
-    return {knob: max(1, value) if knob in DEGREES else value for knob, value in knobs.items()}
+    fixed = {}
+    if ZERO in config:  # what this JSON does not offload stays on the device
+        fixed = {"offload_optimizer": "none", "offload_param": "none"}
+        fixed |= {size: get(config, KEYS[size], UNSET) for size in SIZES}
+    fixed |= written_attributes(pins, config)
+    if fixed.get("zero_stage") == 0:
+        fixed.pop("overlap", None)  # the value has no effect at stage 0
+    return fixed
 
 
 def without_pinned(pins: Mapping[str, object], config: Mapping[str, object]) -> dict[str, Any]:
     """Return the DeepSpeed JSON without the keys that options of a plan replace."""
     kept = copy.deepcopy(dict(config))
-    for knob, pin in PINS.items():
-        if pins.get(pin) is not None:
-            drop(kept, KEYS[knob].removesuffix(".device") if pins[pin] == "none" else KEYS[knob])
+    for attribute, key in KEYS.items():
+        option = OPTIONS.get(attribute, "")
+        if option not in Run.model_fields and pins.get(option) is not None:
+            drop(kept, key.removesuffix(".device") if pins[option] == "none" else key)
     return kept
 
 
@@ -205,7 +164,8 @@ def batch_and_precision(pins: Mapping[str, object], config: Mapping[str, object]
 
 def uncounted(pins: Mapping[str, object], config: Mapping[str, object]) -> list[str]:
     """Return the keys of the DeepSpeed JSON that affect this run but not its forecasts."""
-    stage, precision = knobs_of(pins, config).get("zero_stage", 3), batch_and_precision(pins, config).get("precision")
+    stage = fixed_attributes(pins, config).get("zero_stage", 3)
+    precision = batch_and_precision(pins, config).get("precision")
     return [
         feature.path
         for feature in features_on(config)
@@ -215,7 +175,7 @@ def uncounted(pins: Mapping[str, object], config: Mapping[str, object]) -> list[
 
 
 def refuse_impossible(
-    pins: Mapping[str, Any], knobs: Mapping[str, Any], config: Mapping[str, Any], problems: Problems
+    pins: Mapping[str, Any], fixed: Mapping[str, Any], config: Mapping[str, Any], problems: Problems
 ) -> None:
     """Add problems for invalid pins, unsupported combinations, and a JSON without a forecast."""
     for unforecast in filter(None, (feature.not_planned for feature in features_on(config))):
@@ -226,12 +186,12 @@ def refuse_impossible(
             problems.add("bad-value", f"{flag}: got {pins[name]!r}", f"use one of {words}", flag)
     if (threads := pins.get("cpu_threads")) is not None and threads < 1:
         problems.add("bad-value", f"--cpu-threads: got {threads}", "use 1 or more", "--cpu-threads")
-    stage, optimizer = knobs.get("zero_stage"), knobs.get("offload_optimizer", "none")
-    params = knobs.get("offload_param", "none")
-    if stage in (1, 2, 3) and stage > 1 and knobs.get("pp", 1) > 1:
+    stage, optimizer = fixed.get("zero_stage"), fixed.get("offload_optimizer", "none")
+    params = fixed.get("offload_param", "none")
+    if stage in (1, 2, 3) and stage > 1 and fixed.get("pp", 1) > 1:
         message = f"--pipeline with ZeRO stage {stage}: DeepSpeed's pipeline supports stages 0 and 1"
         problems.add("combination", message, "remove one of them", "--pipeline, --zero-stage")
-    if stage == 0 and knobs.get("ep", 1) > 1:
+    if stage == 0 and fixed.get("ep", 1) > 1:
         message = "--expert-parallel at ZeRO stage 0: DeepSpeed averages the gradient norm over different experts, "
         message += "so the norm is too small and clipping starts too late"
         problems.add("combination", message, "use --zero-stage 1, 2 or 3", "--expert-parallel, --zero-stage")
@@ -244,11 +204,11 @@ def refuse_impossible(
     if pins.get("activation_checkpointing") == "selective" and savings_of(pins, config).activation_offload:
         message, where = "selective checkpointing with --activation-offload is not supported", "--activation-offload"
         problems.add("combination", message, "remove one of them", where)
-    entry = OPTIMIZERS.get(knobs.get("optimizer", ""))
+    entry = OPTIMIZERS.get(fixed.get("optimizer", ""))
     if entry and entry.states.factored and stage:
         message = f"--optimizer {entry.name} needs full matrices (states per row and column); ZeRO {stage} splits them"
         problems.add("combination", message, "use --zero-stage 0", "--optimizer, --zero-stage")
     # Only a pinned optimizer can contradict. Otherwise the search offloads it together with the parameters.
-    if params != "none" and optimizer == "none" and "offload_optimizer" in knobs:
+    if params != "none" and optimizer == "none" and "offload_optimizer" in fixed:
         message = f"offloading parameters to {params} needs the optimizer offloaded too, but it stays on the device"
         problems.add("combination", message, "also offload the optimizer", "--offload, --offload-param")

@@ -13,7 +13,7 @@ import yaml
 from zerofit.config.ds_json import read_for_run
 from zerofit.features.checkpointing import Checkpointing
 from zerofit.features.engines import ENGINES
-from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.layout import OPTIONS, PlannedLayout
 from zerofit.plan.memory import Forecaster
 from zerofit.plan.persistent import MASTER_BYTES
 from zerofit.plan.rates import Rates
@@ -28,6 +28,7 @@ from zerofit.spec.foreign import refused
 from zerofit.spec.model_facts import bucket_elements, gives_loss, has_head
 from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.profile import Profile
+from zerofit.spec.run import Run
 
 NAMES = ("ds_config.json", "run.yaml", "accelerate.yaml", "torchtitan.sh", "verl.sh", "openrlhf.sh")
 TITAN_KINDS: dict[Checkpointing, str] = {False: "none", "selective": "selective", True: "full"}
@@ -235,19 +236,16 @@ def run_fields(
 
 
 def layout_fields(layout: PlannedLayout) -> dict[str, object]:
-    """Return the fields of a run that this layout sets."""
-    degrees = {"tensor_parallel": layout.tp, "pipeline": layout.pp, "sequence_parallel": layout.sp}
-    degrees["expert_parallel"] = layout.ep
+    """Return the fields of a run that this layout sets, except the optimizer."""
+    options = {option: getattr(layout, attribute) for attribute, option in OPTIONS.items() if attribute != "optimizer"}
+    fields = {option: value for option, value in options.items() if option in Run.model_fields}
     return {
         "ranks": layout.world_size,
-        "micro_batch": layout.micro_batch,
-        **({"micro_batch_by_rank": ",".join(map(str, layout.by_rank))} if layout.by_rank else {}),
-        "gradient_accumulation_steps": layout.accumulation,
         "precision": layout.precision,
         "activation_checkpointing": layout.checkpointing,
+        **{name: value for name, value in fields.items() if value != Run.model_fields[name].default},
+        **({"micro_batch_by_rank": ",".join(map(str, layout.by_rank))} if layout.by_rank else {}),
         **({"ema": layout.ema} if layout.ema else {}),
-        **({"pipeline_schedule": layout.schedule} if layout.schedule != "1f1b" else {}),
-        **{name: degree for name, degree in degrees.items() if degree > 1},
     }
 
 

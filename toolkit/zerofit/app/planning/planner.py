@@ -93,14 +93,9 @@ def plan(
         **options: facts and fixed values. Facts are for the `outlook` of each layout: the length of the training
             (`epochs`, `tokens` such as "15T", `samples`), the price of a GPU hour (`price`), the time between failures
             (`mtbf`, such as "6000/node"), and the time of a save (`storage` or `timed_by`).
-            Fixed values apply to all layouts or, if `measured` is given, only to the measured layout:
-            batch: `global_batch`, `micro_batch`, `micro_batch_by_rank`, `gradient_accumulation_steps`, `seq_len`;
-            memory: `precision`, `activation_checkpointing`, `activation_offload`, `loss_chunk`, `mlp_chunk`;
-            degrees: `tensor_parallel`, `pipeline`, `pipeline_schedule`, `sequence_parallel`, `expert_parallel`;
-            ZeRO: `zero_stage`, `offload` (of the optimizer), `offload_param`, `overlap_comm`;
-            optimizer: `optimizer`, `weight_decay` (0 makes all parameters one group);
-            model: `model_args`, and the trained part (`lora` and its options, `train`, `freeze`);
-            `ds_config`: a DeepSpeed JSON. All its values are fixed, except "auto".
+            Fixed values (`LayoutPins`) apply to all layouts or, if `measured` is given, only to the measured layout.
+            Their names are those of flags of `zerofit plan`, like `global_batch` or `zero_stage`. `ds_config` is a
+            DeepSpeed JSON; all its values are fixed, except "auto".
 
     Raises UserError with all problems.
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from zerofit.app.job.requests import PACKED, parse_input
 from zerofit.app.planning.corrections import MeasuredSpeed, TunedLayouts, read_tuned
-from zerofit.app.planning.layout_pins import LayoutPins, knobs_of, read_config, refuse_impossible, uncounted
+from zerofit.app.planning.layout_pins import LayoutPins, fixed_attributes, read_config, refuse_impossible, uncounted
 from zerofit.check.dotted import get
 from zerofit.config.validate import check_part
 from zerofit.features.engines import Engine
@@ -78,7 +78,7 @@ class PlanningRequest:
             if keys := uncounted(self.pins, config):
                 note = f"the forecasts do not include {', '.join(keys)} of the DeepSpeed JSON"
                 object.__setattr__(self, "notes", (note,))
-            refuse_impossible(self.pins, knobs_of(self.pins, config), config, problems)
+            refuse_impossible(self.pins, fixed_attributes(self.pins, config), config, problems)
             partial_run = problems.attempt(lambda: Run(**self.part))
             if partial_run:
                 check_part(partial_run, Layout(dp=1, tp=self.pins.get("tensor_parallel") or 1), config, problems)

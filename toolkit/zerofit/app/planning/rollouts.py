@@ -268,9 +268,9 @@ def _with_log_probs(setup: SearchSetup, settings: RolloutSettings, name: str) ->
     if settings.trainer == "verl":
         each = None if settings.use_fused_kernels else EARLY_VERL if settings.is_early else VERL
         # without resharding, the log-probs of verl leave actor and reference gathered (EngineEvalModeCtx.__exit__)
-        keep = {**setup.request.keep, "sync_each_batch": not settings.defers, "reshard": True}
+        fixed = {**setup.request.fixed, "sync_each_batch": not settings.defers, "reshard": True}
         return replace(
-            setup, profile=with_whole_head(profile, each, element), request=replace(setup.request, keep=keep)
+            setup, profile=with_whole_head(profile, each, element), request=replace(setup.request, fixed=fixed)
         )
     if settings.trainer == "openrlhf":
         return replace(setup, profile=with_whole_head(profile, OPENRLHF, element))

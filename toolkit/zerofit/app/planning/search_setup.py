@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.app.planning.corrections import MeasuredScaling, TraceCalibration, calibrated, scaling_of
-from zerofit.app.planning.layout_pins import DEGREES, batch_and_precision, knobs_of, savings_of
+from zerofit.app.planning.layout_pins import DEGREES, batch_and_precision, fixed_attributes, savings_of
 from zerofit.app.planning.profiles import ProfileRequest, get_profile, read_profile
 from zerofit.app.planning.request import PlanningRequest
 from zerofit.config.batch import solve_by_rank
@@ -117,19 +117,19 @@ def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) 
 
 
 def _search_request(cluster: Cluster, request: PlanningRequest, stored: Profile | None) -> PlanRequest:
-    knobs = knobs_of(request.pins, request.ds_config)
+    fixed = fixed_attributes(request.pins, request.ds_config)
     decided = batch_and_precision(request.pins, request.ds_config)
-    if "nvme" in (knobs.get("offload_optimizer"), knobs.get("offload_param")) and not cluster.nvme_bytes:
+    if "nvme" in (fixed.get("offload_optimizer"), fixed.get("offload_param")) and not cluster.nvme_bytes:
         message = "offloading to disk needs a disk, but the cluster has none"
         raise UserError(Problem(kind="nvme", message=message, hint="add --nvme SIZE (per node)", where="--nvme"))
     own = {
-        name: knobs.pop(name, None) for name in ("micro_batch", "accumulation", "checkpointing", "schedule", *DEGREES)
+        name: fixed.pop(name, None) for name in ("micro_batch", "accumulation", "checkpointing", "schedule", *DEGREES)
     }
     own |= _by_rank(request, own, decided, cluster)
     return PlanRequest(
         precision=_precision(decided.get("precision"), cluster, stored),
         global_batch=decided.get("global_batch"),
-        keep=knobs,
+        fixed=fixed,
         software=Software.of(request.pins),
         engines=request.engines,
         weight_bytes=weight_bytes(request.pins.get("model_args") or {}),

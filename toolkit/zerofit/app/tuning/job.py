@@ -124,8 +124,8 @@ def _forecast(
     degrees = {"tp": run.tensor_parallel, "pp": run.stages, "sp": run.sequence_parallel, "ep": run.expert_parallel}
     fixed: dict[str, Any] = {name: degree for name, degree in degrees.items() if degree > 1}
     planned = PlannedLayout.of(job)
-    keep = {"optimizer": planned.optimizer, "has_weight_decay": planned.has_weight_decay}
-    fixed |= {"keep": keep, "schedule": run.pipeline_schedule, "every": True}
+    own = {"optimizer": planned.optimizer, "has_weight_decay": planned.has_weight_decay}
+    fixed |= {"fixed": own, "schedule": run.pipeline_schedule, "every": True}
     # If trials may turn compilation on and off, forecasts are for runs without it. Then they are comparable.
     software = replace(Software.of(dict(run)), compile=run.compile and "compile" not in allowed)
     candidates, considered = list[Candidate](), 0
