@@ -10,11 +10,16 @@ import pytest
 from click.testing import CliRunner
 
 from tests.cli.asking import answer
+from tests.config.test_resolve import GPUS
 from tests.plan.stub import make_profile
 from zerofit.app.planning.layout_pins import batch_and_precision
 from zerofit.app.planning.request import PlanningRequest
+from zerofit.check.dotted import get
 from zerofit.cli.main import main
-from zerofit.config.ds_json import bundled
+from zerofit.config.decide import decide
+from zerofit.config.ds_json import bundled, read_document
+from zerofit.spec.errors import Problems
+from zerofit.spec.run import load_run
 
 asked = partial(answer, "plan")
 
@@ -68,6 +73,33 @@ def test_a_deepspeed_json_keeps_what_it_names_and_flags_hold_against_it(stored, 
     written = json.loads((tmp_path / "out" / "ds_config.json").read_text())["zero_optimization"]
     assert (written["stage"], written["offload_optimizer"]["device"]) == (2, "cpu")
     assert (written["overlap_comm"], written["reduce_bucket_size"]) == (True, 12_345_678)
+
+
+@pytest.mark.parametrize(("optimizer", "tp", "accumulation"), [("sgd", 1, 4), ("adamw", 2, 8)])
+def test_a_written_run_agrees_with_its_json(stored, tmp_path, optimizer, tp, accumulation):
+    """Before, both files had a value of their own, and `zerofit train` refused the pair."""
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    params = {"lr": 1e-4, "weight_decay": 0.1, "betas": [0.9, 0.95]}
+    config = {**sizes, "zero_optimization": zero, "fp16": {"enabled": True}}
+    (tmp_path / "ds.json").write_text(json.dumps({**config, "optimizer": {"type": "AdamW", "params": params}}))
+    flags = [
+        "--global-batch",
+        32,
+        "--micro-batch",
+        1,
+        "--gradient-accumulation-steps",
+        accumulation,
+        "--offload",
+        "none",
+    ]
+    flags += ["--precision", "bf16", "--optimizer", optimizer, "--tensor-parallel", tp]
+    asked(*stored, "--ds-config", tmp_path / "ds.json", *flags, "--write", tmp_path / "out")
+    request, problems = load_run(tmp_path / "out" / "run.yaml", {}), Problems()
+    document = read_document(tmp_path / "out" / "ds_config.json")
+    run = decide(request, document, "ds_config.json", GPUS, problems).run
+    assert not [*problems] and (run.optimizer, run.global_batch, run.precision) == (optimizer, 32, "bf16")
+    assert get(document.config, "optimizer.params.lr") == (1e-4 if optimizer == "adamw" else None)
 
 
 @pytest.mark.parametrize(

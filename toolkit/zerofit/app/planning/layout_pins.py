@@ -19,7 +19,7 @@ from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import AttentionKernel
 from zerofit.spec.partial_training import Bits, LoraInit
 from zerofit.spec.profile import NOTHING_SAVED, Savings
-from zerofit.spec.run import PipelineSchedule, Precision, Run
+from zerofit.spec.run import DS_KEYS, PipelineSchedule, Precision
 
 STAGES = (0, 1, 2, 3)
 DEGREES = ("tp", "pp", "sp", "ep")
@@ -146,12 +146,16 @@ def fixed_attributes(pins: Mapping[str, object], config: Mapping[str, object]) -
 
 
 def without_pinned(pins: Mapping[str, object], config: Mapping[str, object]) -> dict[str, Any]:
-    """Return the DeepSpeed JSON without the keys that options of a plan replace."""
+    """Return the DeepSpeed JSON without the keys that pins replace."""
     kept = copy.deepcopy(dict(config))
-    for attribute, key in KEYS.items():
-        option = OPTIONS.get(attribute, "")
-        if option not in Run.model_fields and pins.get(option) is not None:
+    replaced = [(OPTIONS.get(attribute, ""), key) for attribute, key in KEYS.items() if attribute != "optimizer"]
+    replaced += [*DS_KEYS.items(), ("precision", "bf16.enabled"), ("precision", "fp16.enabled")]
+    for option, key in replaced:
+        if pins.get(option) is not None:
             drop(kept, key.removesuffix(".device") if pins[option] == "none" else key)
+    # the parameters of another optimizer have another meaning
+    if pins.get("optimizer") not in (None, run_name(str(get(config, "optimizer.type")))):
+        kept.pop("optimizer", None)
     return kept
 
 
