@@ -33,7 +33,7 @@ from zerofit.spec.extras import installed_version
 from zerofit.spec.local_machine import host_memory, libaio
 from zerofit.spec.reservations import reserved_on_gpus, reserved_on_host
 
-PACKAGES = ("zerofit", "deepspeed", "transformers", "accelerate", "torchvision", "numpy", "triton", "psutil")
+PACKAGES = ("zerofit", "deepspeed", "transformers", "torchvision", "numpy")
 CODE = {".py", ".json", ".yaml", ".yml"}
 AT_MOST = 10_000  # maximum number of files to hash; a folder with more files is not a package
 LIFE_S = 120

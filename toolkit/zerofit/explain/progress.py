@@ -25,7 +25,7 @@ _STEP = re.compile(
     re.I,
 )
 _LOSS = re.compile(r"['\"]?\b(?:train_|train/)?loss['\"]?\s*[:=]\s*['\"]?\d", re.I)
-_MEMORY = re.compile(r"\bMA ([\d.]+) GB\s+Max_MA ([\d.]+) GB\s+CA ([\d.]+) GB")
+_MEMORY = re.compile(r"\bMA ([\d.]+) GB\s+Max_MA")
 _HOST = re.compile(r"CPU Virtual Memory: *used = ([\d.]+) GB, percent = ([\d.]+)%")
 _LABEL = re.compile(r"see_memory_usage\] *(?P<text>.*)")
 
@@ -36,8 +36,6 @@ class MemoryReading:
 
     label: str
     allocated_bytes: int
-    peak_bytes: int
-    reserved_bytes: int
     host_bytes: int = 0
     host_share: float = 0.0  # share of the host's memory that is used
 
@@ -49,7 +47,6 @@ class Progress:
     steps: int = 0  # number of steps or losses in the log; also 0 if the run prints none
     last_step: int = 0  # the last line but one of a new step or loss
     last_bar: int = 0  # the same for progress bars, which are written without a buffer
-    started: bool = False  # whether a training step had begun
     activity: str = ""  # the last phase before training that the log names
     readings: tuple[MemoryReading, ...] = ()
 
@@ -101,7 +98,7 @@ _ACTIVITY_PATTERNS = tuple((re.compile(pattern), name) for pattern, name in _ACT
 def progress_before(lines: Sequence[LogLine], error: int) -> Progress:
     """Return the progress of the run at a line of its log."""
     # programs show steps in three ways: progress bars, losses with a step's number, and losses alone
-    steps, losses, activity, label, started = 0, 0, "", "", False
+    steps, losses, activity, label = 0, 0, "", ""
     numbers: set[int] = set()
     latest: int | None = None  # number of the last step
     bars, printed = deque([0, 0], 2), deque([0, 0], 2)  # lines of the last two new steps, in bars and with a loss
@@ -113,14 +110,14 @@ def progress_before(lines: Sequence[LogLine], error: int) -> Progress:
             break
         # the words are cheap tests before the slow patterns
         if "%|" in text and (bar := _BAR.match(text.strip())) and not _NO_TRAINING.search(bar["about"]):
-            started, done = True, int(bar["done"])
+            done = int(bar["done"])
             # Bars of an epoch and of the whole run have different totals. A bar that restarts at 0 begins a new epoch.
             if done > highest.get(bar["total"], 0):  # the bar is also drawn between two steps
                 steps, activity = max(steps, done), ""
                 bars.append(line.number)
             highest[bar["total"]] = max(done, highest.get(bar["total"], 0)) if done else 0
         elif "loss" in text.lower() and _LOSS.search(text) and "train_runtime" not in text:
-            started, losses, activity = True, losses + 1, ""
+            losses, activity = losses + 1, ""
             step = _STEP.search(text)
             if step is None or int(step["step"]) != latest:
                 printed.append(line.number)
@@ -129,10 +126,7 @@ def progress_before(lines: Sequence[LogLine], error: int) -> Progress:
                 numbers.add(latest)
         activity = next((name for pattern, name in _ACTIVITY_PATTERNS if pattern.search(text)), activity)
         if "Max_MA" in text and (memory := _MEMORY.search(text)):
-            allocated, peak, reserved = (int(float(size) * GIB) for size in memory.groups())
-            readings.append(
-                MemoryReading(label=label, allocated_bytes=allocated, peak_bytes=peak, reserved_bytes=reserved)
-            )
+            readings.append(MemoryReading(label=label, allocated_bytes=int(float(memory[1]) * GIB)))
         elif (host := _HOST.search(text)) and readings:
             used, share = int(float(host[1]) * GIB), float(host[2]) / 100
             readings[-1] = replace(readings[-1], host_bytes=used, host_share=share)
@@ -144,7 +138,6 @@ def progress_before(lines: Sequence[LogLine], error: int) -> Progress:
         steps=steps,
         last_step=max(bars[0], printed[0]),
         last_bar=bars[0],
-        started=started,
         activity=activity,
         readings=tuple(readings),
     )

@@ -23,48 +23,6 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # names of environment variables (
 TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
 LONGEST_LEAD_S = 65535  # sbatch(1), --signal
 
-HEAD = """\
-# Slurm sends USR1 to this shell only. The shell passes the first USR1 on, which asks the run to save and stop. A second
-# request would stop the run without saving. Slurm sends TERM to every process of the job by itself.
-asked=0 told=0 interrupted=0 child=
-tell() {
-  if [[ $told == 0 && -n $child ]]; then
-    told=1
-    kill -s USR1 "$child" 2>/dev/null
-  fi
-}
-trap 'asked=1 interrupted=1; tell' USR1
-trap 'asked=1 interrupted=1 told=1; [[ -n $child ]] || exit 143' TERM
-"""
-
-BODY = """\
-# srun (since Slurm 22.05) reads the processors per rank only from this variable
-if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
-  export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
-fi
-
-"${command[@]}" &
-child=$!
-[[ $asked == 0 ]] || tell
-while true; do
-  interrupted=0
-  wait "$child"
-  code=$?
-  [[ $interrupted == 1 ]] || break # a signal interrupts `wait`; the run continues until it has saved
-done
-"""
-
-REQUEUE = """\
-# Exit code 75: the run stopped with a checkpoint. 130 and 138: it stopped before there was anything to save. Only a job
-# that is still RUNNING is requeued: not a cancelled job, and not a job that Slurm has requeued, which is PENDING.
-if [[ $code == 75 || ($asked == 1 && ($code == 130 || $code == 138)) ]]; then
-  state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
-  echo "zerofit stopped on request (exit code $code) in job $SLURM_JOB_ID ($state)" >&2
-  if [[ $state == RUNNING ]]; then
-    scontrol requeue "$SLURM_JOB_ID"
-  fi
-fi
-"""
 Kind = Literal["trainjob", "pytorchjob"]
 Data = dict[str, object]
 
@@ -169,6 +127,8 @@ class SlurmJob(SchedulerJob):
 
 def sbatch_text(job: SlurmJob) -> str:
     """Return the sbatch file, clean under shellcheck. Raises UserError with all problems."""
+    from jinja2 import Environment  # manifests need no template
+
     _check(job)
     options = {
         "job-name": job.name,
@@ -184,19 +144,12 @@ def sbatch_text(job: SlurmJob) -> str:
         # The default of many clusters (JobFileAppend in slurm.conf) empties the log when a job is requeued.
         "open-mode": "append",
     }
-    lines = ["#!/bin/bash"]
-    lines += [f"#SBATCH --{name}={_sbatch_quote(value)}" for name, value in options.items() if value is not None]
-    lines += ["#SBATCH --requeue" if job.requeue else "#SBATCH --no-requeue", "", HEAD]
-    if job.setup:
-        lines += ["# shellcheck disable=all", "{", f"  {job.setup}", "} || exit", ""]
-    lines += ["# Text in single quotes is literal.", "# shellcheck disable=SC2016,SC1003,SC1090,SC1091", "{"]
-    if job.env_file:
-        lines += [f"  . {shlex.quote(job.env_file)} || exit"]
-    lines += [f"  export {name}={shlex.quote(value)}" for name, value in job.env.items()]
     argv = ["zerofit", "launch", "--launcher", "slurm", f"--output={job.output}"]
     argv += [*(f"--env={name}" for name in (*job.env, *job.env_file_names)), *job.flags, "--", job.run]
-    lines += ["  command=(", *(f"    {shlex.quote(word)}" for word in argv), "  )", "}", ""]
-    return "\n".join(lines) + "\n" + BODY + (REQUEUE if job.requeue else "") + 'exit "$code"\n'
+    shell = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    shell.filters |= {"quote": shlex.quote, "sbatch": _sbatch_quote}
+    template = shell.from_string((Path(__file__).parent / "slurm.sh.jinja").read_text(encoding="utf-8"))
+    return template.render(job=job, options=options, argv=argv)
 
 
 def env_file_text(env: Mapping[str, str]) -> str:

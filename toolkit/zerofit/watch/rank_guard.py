@@ -118,8 +118,7 @@ class RankGuard:
                     raise ConnectionLost(f"{address[0]} port {address[1]}: {error}") from error
                 time.sleep(0.5)
         connection = JsonLineSocket(connected, self._spec.timeout_s)
-        pids = {"pid": self._process.pid, "guard_pid": os.getpid()}
-        connection.send({"hello": self._spec.token, "rank": self._rank, "host": self._host, **pids})
+        connection.send({"hello": self._spec.token, "rank": self._rank})
         return connection
 
     def _watch(self, connection: JsonLineSocket) -> int:

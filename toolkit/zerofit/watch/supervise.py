@@ -51,9 +51,6 @@ class Hello(_Exact):
 
     hello: str
     rank: Count
-    host: str = ""
-    pid: Count = 0
-    guard_pid: Count = 0
 
 
 class RankBeat(_Exact):
@@ -123,7 +120,7 @@ MESSAGE = TypeAdapter[Message](Message)
 # One connection for each rank's guard, with lines of JSON; the guard opens it:
 #
 #   guard                                        command (this class)
-#     hello: secret, rank, host            ──►   unknown connections are closed after HELLO_S
+#     hello: secret, rank                  ──►   unknown connections are closed after HELLO_S
 #     beat: step, phase, silence, CPU time ──►   once a second
 #                                          ◄──   heard: the guard sends the next beat only then, so unread beats
 #                                                do not pile up while this command is stopped (Ctrl-Z)
