@@ -21,6 +21,7 @@ from zerofit.launch.world import World, given_world, leave_world, refused_in
 from zerofit.spec.errors import Problem, UserError
 
 NO_SSH = "--no-ssh"
+MAY_BE_EMPTY = ("--prompt", "--setup")  # `generate` may continue an empty text; a job may need no set-up
 
 # name -> module of zerofit.cli, whose function has the command's name ("evaluate" for eval), and the line in --help
 COMMANDS = {
@@ -68,9 +69,10 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command. Raises UsageError for an unknown name, with the nearest, and for an empty argument."""
         for before, word in pairwise(["zerofit", *_before_dashes(args)]):
-            # "" would be read as this folder, or as the default. `generate` may continue an empty text.
-            if (word == "" and before != "--prompt") or re.fullmatch("--(?!prompt=)[a-z-]+=", word):
-                ctx.fail(f"the value after {word.rstrip('=') or before!r} is empty. Is a shell variable not set?")
+            # "" would be read as this folder, or as the default.
+            option = before if word == "" else word[:-1] if re.fullmatch("--[a-z-]+=", word) else None
+            if option is not None and option not in MAY_BE_EMPTY:
+                ctx.fail(f"the value after {option!r} is empty. Is a shell variable not set?")
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             near = difflib.get_close_matches(args[0], COMMANDS, n=1)
             guess = f" Did you mean {near[0]!r}?" if near else ""
