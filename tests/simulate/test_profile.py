@@ -69,7 +69,7 @@ def test_flops_of_a_block_are_those_of_its_products(llama):
     assert costs(llama, "bf16", False, 1, 1)["head"].forward_flops == Linear(per_sample=2 * LENGTH * HIDDEN * VOCAB)
 
 
-@pytest.mark.parametrize("name", ["llama-tiny", "gpt2", "llama-3.1-70b", "bert-base"])
+@pytest.mark.parametrize("name", ["llama-tiny", "gpt2", "bert-base"])
 def test_parameters_are_those_of_the_whole_model(name):
     config = TextInputs(vocab_size=256, seq_len=32)
     assert traced(name, config).parameters == count_parameters(find(name))
@@ -288,6 +288,7 @@ def test_seventy_billion_parameters_take_seconds():
     settings = [TraceSetting("bf16", c, tp) for c in (False, True) for tp in (1, 8)]
     profile = traced("llama-3.1-70b", TextInputs(vocab_size=128256, seq_len=4096), *settings)
     assert time.process_time() - started < 5
+    assert profile.parameters == count_parameters(find("llama-3.1-70b"))
     assert [(layer.name, layer.count) for layer in profile.layers] == [("embedding", 1), ("block", 80), ("head", 1)]
 
 

@@ -14,9 +14,9 @@ PLAIN = ("zero0", "zero1", "zero2", "zero3")  # bundled JSONs that differ only i
 OFFLOADED = ("zero2_offload", "zero3_offload")
 SMALL_BUCKET = 10_000_000  # elements: smaller buckets cost bandwidth on fast links
 STATE, PARAMETERS, BUCKETS = "optimizer state", "parameters", "buckets"  # kinds that a change reduces on the device
-_SHOWN = {
-    STATE: "optimizer state in host memory (offload_optimizer)",
-    PARAMETERS: "optimizer state and parameters in host memory",
+SHOWN = {
+    STATE: "offload_optimizer to the host",
+    PARAMETERS: "offload_optimizer and offload_param to the host",
     BUCKETS: f"buckets of {SMALL_BUCKET:,} elements",
 }
 HALVED = "--micro-batch"  # the beginning of a change
@@ -38,7 +38,7 @@ class Knob:
     @property
     def offloads(self) -> bool:
         """Whether the change moves tensors to host memory."""
-        return "offload" in self.change or "host memory" in self.change
+        return "offload" in self.change
 
     @property
     def combines(self) -> bool:
@@ -85,7 +85,7 @@ def knobs(job: Job, written: dict[str, object], named: str | None = None) -> lis
     if named in PLAIN and layout.pp == 1:  # a flag selects a bundled JSON, so these JSONs replace the first two changes
         found += [_bundled(name) for name in OFFLOADED if name >= named]
         changes = {name: values for name, values in changes.items() if name == BUCKETS}
-    found += [_edited(written, _SHOWN[name], **values) for name, values in changes.items()]
+    found += [_edited(written, SHOWN[name], **values) for name, values in changes.items()]
     if run.seq_len and run.seq_len > 1:
         flag(f"--seq-len {run.seq_len // 2} (shorter sequences)", seq_len=run.seq_len // 2)
     return found

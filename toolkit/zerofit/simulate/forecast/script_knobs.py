@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from zerofit.simulate.forecast.knobs import BUCKETS, PARAMETERS, SMALL_BUCKET, STATE, edited, less_on_device
+from zerofit.simulate.forecast.knobs import SHOWN, edited, less_on_device
 from zerofit.simulate.record import ScriptFacts
 from zerofit.simulate.script.command import (
     CHECKPOINTS,
@@ -38,11 +38,6 @@ _LIGER = {"use_liger_kernel": True}  # of TrainingArguments
 # options that choose the kind of training; with one of them, accelerate does not read it from its file
 _LAUNCHED_BY = ("--multi_gpu", "--use_deepspeed", "--use_fsdp", "--multi-gpu", "--use-deepspeed", "--use-fsdp")
 _MAX_STAGE = 3
-_SHOWN = {
-    STATE: "offload_optimizer to the host",
-    PARAMETERS: "offload_optimizer and offload_param to the host",
-    BUCKETS: f"buckets of {SMALL_BUCKET:,} elements",
-}
 
 Words = tuple[str, ...]
 
@@ -267,7 +262,7 @@ def _of_json(command: ScriptCommand, file: Path, stage: int, stages: range, fold
     changes: dict[str, dict[str, object]] = {
         f"zero_optimization.stage {n}": {"zero_optimization.stage": n} for n in stages
     }
-    changes |= {_SHOWN[name]: values for name, values in less_on_device(zero, stage).items()}
+    changes |= {SHOWN[name]: values for name, values in less_on_device(zero, stage).items()}
     found = []
     for n, (change, values) in enumerate(changes.items()):
         # a folder for each change, so that the file keeps its name

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -183,21 +184,11 @@ def _python(rest: list[str], words: tuple[str, ...], notes: tuple[str, ...]) -> 
     )
 
 
-def _torchrun(rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
-    from torch.distributed.run import get_args_parser
-
-    return _torch("torchrun", get_args_parser().parse_args, rest, words)
-
-
-def _torch_launch(rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
+def _torch(name: str, rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
     from torch.distributed.launch import parse_args
+    from torch.distributed.run import get_args_parser, get_use_env, parse_min_max_nnodes
 
-    return _torch("torch.distributed.launch", parse_args, rest, words)
-
-
-def _torch(name: str, parse: Parser, rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
-    from torch.distributed.run import get_use_env, parse_min_max_nnodes
-
+    parse: Parser = get_args_parser().parse_args if name == "torchrun" else parse_args
     asked = _parsed(name, parse, rest)
     each, own = str(asked.nproc_per_node), rest[: len(rest) - len(asked.training_script_args)]
     # Without these options, the 1 rank of torchrun is only a default. On the user's machine, PET_NPROC_PER_NODE may
@@ -286,8 +277,7 @@ def _accelerate(rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
 
 
 _READERS = {
-    "torchrun": _torchrun,
-    "torch.distributed.launch": _torch_launch,
+    **{name: partial(_torch, name) for name in ("torchrun", "torch.distributed.launch")},
     "deepspeed": _deepspeed,
     "accelerate launch": _accelerate,
 }

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
+from zerofit.simulate.memory.categories import optimizer_chain
 from zerofit.simulate.record import Note, ScriptFacts
 from zerofit.simulate.script.command import ScriptTarget
 from zerofit.simulate.script.edits import repeated_blocks, unwrapped
@@ -158,6 +159,5 @@ def _precision(
 
 def _optimizer(optimizer: object) -> str:
     """Return the class of the innermost optimizer; "" for None. DeepSpeed's engine and optimizers wrap it."""
-    while (inner := getattr(optimizer, "optimizer", None)) is not None and inner is not optimizer:
-        optimizer = inner
-    return type(optimizer).__name__ if optimizer is not None else ""
+    innermost = next(optimizer_chain(optimizer), None)
+    return type(innermost).__name__ if innermost is not None else ""

@@ -267,7 +267,7 @@ def newer_flash_attention(meter: ScriptTracker) -> None:
     """
     for name in _registry.list_flash_attention_impls():
 
-        def activate(name: str = name) -> SimpleNamespace:
+        def activate(name: str = name) -> Any:
             meter.note(f"{name}: memory as with FlashAttention 2")
             return SimpleNamespace(remove=lambda: None)  # no kernels were registered
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import dropwhile, takewhile
 from types import SimpleNamespace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 from unittest.mock import patch
 
 import torch
@@ -229,7 +229,8 @@ def _of_accelerate(target: ScriptTarget) -> dict[str, str]:
     options.num_processes, options.num_machines = target.world_size, target.nodes
     # run accelerate's own code up to the function that would start processes
     starts: list[tuple[str, argparse.Namespace]] = []
-    with patch.multiple(launch, **{n: lambda args, name=n: starts.append((name, args)) for n in _STARTERS}):
+    stand_ins: dict[str, Any] = {name: lambda args, name=name: starts.append((name, args)) for name in _STARTERS}
+    with patch.multiple(launch, **stand_ins):
         launch.launch_command(options)
     ((starter, args),) = starts
     args.main_process_port = args.main_process_port or 0  # prepare_simple_launcher_cmd_env needs one for several nodes
