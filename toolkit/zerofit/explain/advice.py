@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from functools import cache
-from typing import Any
 
-from zerofit.explain.messages import read_data
+from zerofit.explain.data import read_data
 
 NVIDIA_SMI = "nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv"
 RSS = "print psutil.Process().memory_info().rss after each step: steady growth is a leak, a jump is a longer batch"
@@ -50,15 +48,11 @@ def for_device(text: str, message: str) -> str:
 
 def changes_for(cause: str, message: str = "") -> tuple[str, ...]:
     """Return the changes that help against a cause on the device of `message`."""
-    shared, changes = _data()["shared"], _data()["changes"].get(cause, ())
+    data = read_data("shortages.yaml")
+    shared, changes = data["shared"], data["changes"].get(cause, ())
     useless = ()  # on a Mac or a CPU rank
     if "MPS backend" in message:  # CUDA has a service of that name
         useless = (shared["shard"], shared["offload"])
     elif "you tried to allocate" in message:  # torch's CPU allocator
         useless = (shared["offload"],)
     return tuple(for_device(text, message) for text in changes if text not in useless)
-
-
-@cache
-def _data() -> dict[str, Any]:
-    return read_data("shortages.yaml")

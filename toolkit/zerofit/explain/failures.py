@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, takewhile
+from typing import Any
 
+from zerofit.explain.data import any_of, read_data
 from zerofit.explain.log import LONGEST_TRACEBACK, TRACEBACK, LogLine
-from zerofit.explain.messages import ended_by, joined_message, read_data, shortened
+from zerofit.explain.messages import ended_by, joined_message, shortened
 from zerofit.explain.progress import Progress, went_on_after
 from zerofit.explain.tracebacks import CODE_LINE, ERROR_LINE
 
@@ -68,14 +70,14 @@ class FailureEntry:
 
 @cache
 def _entries(kind: str) -> tuple[FailureEntry, ...]:
-    found = []
-    for entry in read_data("failures.yaml")[kind]:
-        pattern, changes = entry.pop("pattern"), tuple(entry.pop("changes", ()))
-        if "signal" in entry:
-            pattern += f"|{ended_by(entry.pop('signal'))}"
-        fields = {"may_be_memory": kind == "consequences", "is_consequence": kind == "consequences", **entry}
-        found.append(FailureEntry(pattern=re.compile(pattern), changes=changes, **fields))
-    return tuple(found)
+    return tuple(_entry(kind == "consequences", **entry) for entry in read_data("failures.yaml")[kind])
+
+
+def _entry(
+    follows: bool, pattern: str, changes: Sequence[str] = (), signals: Sequence[int] = (), **fields: Any
+) -> FailureEntry:
+    fields = {"may_be_memory": follows, "is_consequence": follows, **fields}
+    return FailureEntry(pattern=any_of([pattern, *map(ended_by, signals)]), changes=tuple(changes), **fields)
 
 
 def find_failure(lines: Sequence[LogLine], progress: Progress) -> Failure | None:

@@ -7,11 +7,10 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
+from zerofit.explain.data import any_of, read_data
 from zerofit.explain.log import LogLine
-from zerofit.spec.files import packaged_yaml
 from zerofit.spec.units import shown_bytes
 
 DEVICE, HOST = "device", "host"
@@ -125,20 +124,16 @@ def ended_by(signal: int) -> str:
     )
 
 
-def read_data(name: str) -> dict[str, Any]:
-    """Return the content of a YAML file of this package."""
-    return packaged_yaml((files("zerofit.explain") / name).read_text(encoding="utf-8"))
-
-
 @cache
 def signs() -> dict[str, ShortageSign]:
     """Return the entries of `messages` in shortages.yaml by kind, in their order."""
-    found = {}
-    for entry in read_data("shortages.yaml")["messages"]:
-        endings = [ended_by(signal) for signal in entry.pop("signals", ())]
-        pattern = re.compile("|".join([*endings, *entry.pop("patterns")]))
-        found[entry["kind"]] = ShortageSign(pattern=pattern, **entry)
-    return found
+    found = [sign_of(**entry) for entry in read_data("shortages.yaml")["messages"]]
+    return {sign.kind: sign for sign in found}
+
+
+def sign_of(patterns: Sequence[str], signals: Sequence[int] = (), **fields: Any) -> ShortageSign:
+    """Return the sign of an entry."""
+    return ShortageSign(pattern=any_of([*map(ended_by, signals), *patterns]), **fields)
 
 
 # Logs have millions of lines, and the patterns are slow. So a line is only read if it has one of these words.

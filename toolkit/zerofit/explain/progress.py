@@ -7,8 +7,10 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 
+from zerofit.explain.data import any_of, read_data
 from zerofit.explain.log import LogLine
 from zerofit.explain.tracebacks import ERROR_LINE, frames_before
 
@@ -80,19 +82,9 @@ def went_on_after(lines: Sequence[LogLine], error: int, progress: Progress) -> b
     return not frames or (frames[0].name != "<module>" and "runpy" not in frames[0].file)
 
 
-# text in a log -> the phase of the program, in the order of a run
-_ACTIVITIES = (
-    (r"[Dd]ownloading|Fetching \d+ files", "downloading"),
-    (r"^(?:Map|Filter|Generating \w+ split|Running tokenizer|Tokenizing|Grouping texts|Packing)\b", "preparing data"),
-    (r"Loading checkpoint shards|Loading weights|Loading safetensors|Instantiating|Loading model", "loading the model"),
-    (
-        r"Before initializing optimizer states|After initializing optimizer states|cpu_adam|CPUAdam|offload_optimizer",
-        "creating the optimizer's states",
-    ),
-    (r"Saving model checkpoint|Saving .*checkpoint|\[Torch\] Saving|Begin Save|save_checkpoint", "saving a checkpoint"),
-    (r"\* Running Evaluation|^Evaluating|Running Prediction", "evaluating"),
-)
-_ACTIVITY_PATTERNS = tuple((re.compile(pattern), name) for pattern, name in _ACTIVITIES)
+@cache
+def _activities() -> list[tuple[re.Pattern[str], str]]:
+    return [(any_of(patterns), name) for name, patterns in read_data("phases.yaml")["log"].items()]
 
 
 def progress_before(lines: Sequence[LogLine], error: int) -> Progress:
@@ -104,6 +96,7 @@ def progress_before(lines: Sequence[LogLine], error: int) -> Progress:
     bars, printed = deque([0, 0], 2), deque([0, 0], 2)  # lines of the last two new steps, in bars and with a loss
     highest: dict[str, int] = {}  # total of a bar -> steps done in its epoch
     readings: list[MemoryReading] = []
+    activities = _activities()
     for line in lines:
         text = line.text
         if line.number >= error:
@@ -124,7 +117,7 @@ def progress_before(lines: Sequence[LogLine], error: int) -> Progress:
             if step:
                 latest = int(step["step"])
                 numbers.add(latest)
-        activity = next((name for pattern, name in _ACTIVITY_PATTERNS if pattern.search(text)), activity)
+        activity = next((name for pattern, name in activities if pattern.search(text)), activity)
         if "Max_MA" in text and (memory := _MEMORY.search(text)):
             readings.append(MemoryReading(label=label, allocated_bytes=int(float(memory[1]) * GIB)))
         elif (host := _HOST.search(text)) and readings:

@@ -6,7 +6,9 @@ import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
+from zerofit.explain.data import any_of, read_data
 from zerofit.explain.log import TRACEBACK, LogLine
 
 LOOKED_BACK = 400  # lines; a traceback through a large model and DeepSpeed has some 120
@@ -91,56 +93,21 @@ def caller_of_torch(frames: Sequence[CodeFrame]) -> CodeFrame | None:
     return (outside or list(frames) or [None])[-1]
 
 
-# phase -> pattern of a call: "file:function:code". Calls are read from the outermost on. Each matching call moves the
-# run into its phase, except within a phase of `_INSIDE`: backward runs a forward again for checkpoints, and an
-# evaluation runs a forward without backward. Lightning runs forward and backward inside of optimizer.step, so other
-# calls may follow `step`.
-_MARKS = {
-    KEPT_LOGITS: r":nested_concat:|:_?pad_across_processes:|:gather_for_metrics:|preds_host|all_(?:logits|preds)"
-    r"|EvalLoopContainer|trainer_pt_utils.py:.*(?:torch\.cat|torch_pad_and_concat)",
-    EVALUATION: r":evaluate:|:evaluation_loop:|:prediction_(?:step|loop):|:(?:\w*_)?valid(?:ate|ation_step|ation)?:"
-    r"|:(?:run_)?eval(?:_\w+)?:|:test_step:|:_run_sanity_check:|:predict:|:test:",
-    GENERATION: r"generation/utils.py:|:generate:|\.generate\(",
-    SAVING: r":_?save(?:_\w+)?:|:_zero3_consolidated_16bit_state_dict:|:_maybe_log_save_evaluate:.*save"
-    r"|:get_state_dict:|:state_dict:|:consolidat\w+:",
-    LOADING: r":from_pretrained:|:_?load_\w*(?:model|state|checkpoint|param)\w*:|:load_state_dict:|:load_checkpoint:"
-    r"|torch/serialization.py:|/nn/modules/module.py:(?:to|cuda|_apply|half|float|bfloat16)\b|:_lazy_init:|:set_module_tensor"
-    r"|(?:model|net|self)\.(?:to|cuda|half)\(|safetensors|:load_model\w*:|:_initialize_weights:|:reset_parameters:"
-    r"|/nn/modules/\w+\.py:__init__:",
-    INIT: r"deepspeed/__init__.py:initialize:|:_configure_(?:zero_)?optimizer:|:_prepare_deepspeed:|:prepare_model:"
-    r"|:initialize_optimizer_states:|:_wrap_model:|:_setup_for_real_optimizer:|:_create_fp32_partitions:"
-    r"|fully_sharded_data_parallel.py:__init__|distributed.py:__init__",
-    DATA: r":pin_memory:|:_pin_memory_loop:|data/_utils/|:collate\w*:|:_?prepare_inputs?:|batch\.(?:to|cuda)\(",
-    LOSS: r"loss/loss_utils.py:|cross_entropy|CrossEntropy|log_softmax|lm_head|logits|fused_linear",
-    BACKWARD: r":backward:|\.backward\(|:_engine_run_backward:|:backward_pass:|:_execute_engine_|autograd.grad\(",
-    STEP: r"(?:optim|adam|lion|muon|adafactor)\w*\.py:_?(?:multi_tensor|single_tensor|init_group|step|update)\w*"
-    r"|:_take_model_step:|:_?optimizer_step:|:clip_grad_norm\w*:|optim/\w+\.py:|engine\.step\(|optimizer\.step\("
-    r"|stage\w+\.py:step:|:_step\w*:|:unscale_\w*:",
-    FORWARD: r":forward:|:_call_impl:|:_?training_step:|:compute_loss:|:_inner_training_loop:.*model\(|\bmodel\(",
-}
-_PATTERNS = {phase: re.compile(pattern) for phase, pattern in _MARKS.items()}
-# Phases that last to the end of the traceback, and the phases that may follow within them
-_INSIDE: dict[str, tuple[str, ...]] = {
-    BACKWARD: (),
-    EVALUATION: (KEPT_LOGITS, GENERATION, SAVING),
-    GENERATION: (),
-    INIT: (LOADING,),
-    KEPT_LOGITS: (),
-    LOADING: (),
-    SAVING: (),
-}
+@cache
+def _calls() -> dict[str, re.Pattern[str]]:
+    return {phase: any_of(patterns) for phase, patterns in read_data("phases.yaml")["calls"].items()}
 
 
 def phase_of(frames: Sequence[CodeFrame]) -> str:
     """Return the phase of training in which a traceback ended; "" if unknown."""
-    phase = ""
+    phase, lasting = "", read_data("phases.yaml")["lasting"]
     for frame in frames:
         text = f"{frame.file}:{frame.name.split('(')[0]}:{frame.code}".replace("\\", "/")
-        for mark, pattern in _PATTERNS.items():
+        for mark, pattern in _calls().items():
             if pattern.search(text):
                 # A loss calls forwards of torch's modules, which must not end the phase.
                 within_loss = phase == LOSS and mark == FORWARD and "/torch/" in text  # the forward of lm_head
-                if not within_loss and (phase not in _INSIDE or mark in _INSIDE[phase]):
+                if not within_loss and (phase not in lasting or mark in lasting[phase]):
                     phase = mark
                 break
     return phase
