@@ -163,8 +163,8 @@ def test_quantized_weights_are_a_method():
     numbers = 3 * (4 * 256 * 256 + 3 * 256 * 512)
     # half a byte a number, 4 bytes for each 64, a table of 16 for each of seven layers in three blocks
     packed = numbers // 2 + 4 * numbers // 64 + 3 * 7 * 16 * 4
-    assert qlora.best.ranked.memory.breakdown["quantised weights"] == packed
-    assert "quantised weights" not in lora.best.ranked.memory.breakdown
+    assert qlora.best.memory.breakdown["quantised weights"] == packed
+    assert "quantised weights" not in lora.best.memory.breakdown
     assert qlora.best.to_run().quantize == "nf4" and lora.best.to_run().quantize is None
     assert all(one.layout.offload_param == "none" for one in qlora.plan.layouts)
 

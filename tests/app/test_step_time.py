@@ -34,7 +34,7 @@ def test_it_is_plans_own_where_its_profile_and_a_calibration_are_kept(empty_cach
     plan = zf.plan("llama-tiny", zf.Cluster("cpu", gpus=2), top=10**6, **pins, gradient_accumulation_steps=1)
     layout = PlannedLayout.of(resolved.job)
     (planned,) = [one for one in plan.layouts if one.layout == layout]
-    assert job_forecast.forecast_step_s(resolved) == pytest.approx(planned.ranked.time.step_s)
+    assert job_forecast.forecast_step_s(resolved) == pytest.approx(planned.time.step_s)
     other = resolve_job(as_request(zf.Run(**{**RUN, "seq_len": 48}, data="synthetic", steps=2)))
     assert job_forecast.forecast_step_s(other) is None
 
@@ -49,7 +49,7 @@ def test_a_simulated_change_costs_what_plan_says(empty_cache):
     cluster = zf.Cluster("h100-80gb", gpus=2)
     pins = {"model_args": TINY, "seq_len": 32, "micro_batch": 4, "precision": "bf16", "gradient_accumulation_steps": 1}
     plan = zf.plan("llama-tiny", cluster, top=10**6, **pins)
-    planned = {one.layout: one.ranked.time.step_s for one in plan.layouts}
+    planned = {one.layout: one.time.step_s for one in plan.layouts}
     for checkpointing in (False, True):
         run = zf.Run(**RUN, precision="bf16", activation_checkpointing=checkpointing)
         made = prepare_simulation(as_request(run), cluster)

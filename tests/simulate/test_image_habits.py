@@ -47,7 +47,7 @@ def test_averages_take_what_the_rank_steps_on_and_buffers(records):
     least, static = (
         plan("resnet18-small", cluster(RANKS), **{"model_args": ARGS, "zero_stage": 2, "micro_batch": 2, **more})
         .layouts[0]
-        .ranked.memory.static_bytes
+        .memory.static_bytes
         for more in ({}, {"ema": 0.9})
     )
     assert static - least == pytest.approx(4 * stretches, rel=0.01)

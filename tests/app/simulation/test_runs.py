@@ -40,7 +40,7 @@ def simulation(cache) -> zf.Simulation:
 
 def test_a_run_without_a_precision_has_the_plans(simulation):
     plan = zf.plan("llama-tiny", zf.Cluster("l4", gpus=2), model_args=TINY, seq_len=16)
-    assert simulation.run.precision == plan.layouts[0].ranked.layout.precision == "bf16"
+    assert simulation.run.precision == plan.layouts[0].layout.precision == "bf16"
 
 
 def test_the_interval_of_nvidia_smi_is_wider_for_several_ranks(simulation):

@@ -291,7 +291,7 @@ def show_methods(comparison: MethodComparison) -> None:
     fastest = f"fastest at {first.seq_len} tokens" if first.seq_len else "fastest"
     table = []
     for row in comparison.rows:
-        profile, best = row.plan.profile, row.best and row.best.ranked
+        profile, best = row.plan.profile, row.best
         table.append(
             {
                 "method": row.method,

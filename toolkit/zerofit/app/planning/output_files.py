@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +119,15 @@ def write_torchtitan(folder: Path, layout: PlannedLayout, profile: Profile, clus
         '"$@"',
         f"activation-checkpoint:{TITAN_KINDS[layout.checkpointing]}",
     ]
-    start = "#!/usr/bin/env bash\n# for torchtitan 0.3; add --hf_assets_path and the data set's options\nset -eu\n"
+    comment = "for torchtitan 0.3; add --hf_assets_path and the data set's options"
     if cluster.nodes > 1:
-        start += "# run it on each node; FIRST_HOST is the address of one of them\n"
-    return write_files(folder, {NAMES[3]: start + " \\\n  ".join(lines) + "\n"})
+        comment += "\n# run it on each node; FIRST_HOST is the address of one of them"
+    return write_files(folder, {NAMES[3]: start_script(comment, lines)})
+
+
+def start_script(comment: str, lines: Sequence[str]) -> str:
+    """Return a bash script with one command, which continues over `lines`."""
+    return f"#!/usr/bin/env bash\n# {comment}\nset -eu\n" + " \\\n  ".join(lines) + "\n"
 
 
 def torchtitan_flags(layout: PlannedLayout, profile: Profile) -> dict[str, str | int]:

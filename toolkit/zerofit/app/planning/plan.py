@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,6 @@ from zerofit.app.planning.output_files import (
     write_trace,
 )
 from zerofit.app.planning.request import PlanningRequest
-from zerofit.plan.layout import PlannedLayout
-from zerofit.plan.outlook import Outlook
 from zerofit.plan.result import PlanResult, RankedLayout, Rejected
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError
@@ -62,37 +60,22 @@ class Confirmation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedRun:
+class PlannedRun(RankedLayout):
     """One of the best layouts: its forecast and the run for it."""
 
-    ranked: RankedLayout
     profile: Profile = field(repr=False)
     request: PlanningRequest = field(repr=False)
 
-    @property
-    def layout(self) -> PlannedLayout:
-        """Degrees, stage, batch sizes and offloading."""
-        return self.ranked.layout
-
-    @property
-    def step_s(self) -> float:
-        """Seconds per optimizer step."""
-        return self.ranked.step_s
-
-    @property
-    def outlook(self) -> Outlook | None:
-        """Duration and cost of the training, and when to save checkpoints; None if not requested."""
-        return self.ranked.outlook
+    @classmethod
+    def of(cls, ranked: RankedLayout, profile: Profile, request: PlanningRequest) -> PlannedRun:
+        """Return the run for a layout of a plan."""
+        forecast = {of.name: getattr(ranked, of.name) for of in fields(ranked)}
+        return cls(**forecast, profile=profile, request=request)
 
     @property
     def peak_bytes(self) -> int:
         """Device memory of the rank that needs the most memory."""
-        return self.ranked.memory.peak_bytes
-
-    @property
-    def samples_per_s(self) -> float:
-        """Samples per second of all ranks together."""
-        return self.ranked.samples_per_s
+        return self.memory.peak_bytes
 
     @property
     def ds_config(self) -> dict[str, Any]:
@@ -135,10 +118,6 @@ class PlannedRun:
             raise UserError(Problem(kind="engine", message=message, hint=hint))
         return Run(**self.fields, ds_config=self.ds_config)
 
-    def to_dict(self) -> dict[str, object]:
-        """Return a row of `layouts` in `zerofit plan --json`."""
-        return self.ranked.to_dict()
-
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -162,16 +141,12 @@ class Plan:
     @property
     def layouts(self) -> tuple[PlannedRun, ...]:
         """The best layouts."""
-        return tuple(
-            PlannedRun(ranked=ranked, profile=self.profile, request=self.request) for ranked in self.result.layouts
-        )
+        return tuple(PlannedRun.of(row, self.profile, self.request) for row in self.result.layouts)
 
     @property
     def misfits(self) -> tuple[PlannedRun, ...]:
         """Layouts that do not fit, the nearest to fitting first; () if enough layouts fit."""
-        return tuple(
-            PlannedRun(ranked=ranked, profile=self.profile, request=self.request) for ranked in self.result.misfits
-        )
+        return tuple(PlannedRun.of(row, self.profile, self.request) for row in self.result.misfits)
 
     @property
     def rejected(self) -> tuple[Rejected, ...]:
@@ -232,9 +207,8 @@ class Plan:
         if planned is None:
             message, hint = "there is no layout to trace", "ask for a layout that DeepSpeed supports"
             raise UserError(Problem(kind="nothing-fits", message=message, hint=hint, where="--trace"))
-        ranked = planned.ranked
         # scaled to the plan's step time, which measurements may have corrected
-        trace = trace_of_layout(self.profile, self.cluster, self.result.rates, ranked.layout, ranked.step_s)
+        trace = trace_of_layout(self.profile, self.cluster, self.result.rates, planned.layout, planned.step_s)
         write_trace(Path(path), trace)
         return Path(path)
 

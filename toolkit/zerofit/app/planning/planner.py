@@ -287,7 +287,7 @@ def settle(plan: Plan, answer: LargestFit, plan_at: Callable[[int], Plan], repor
 
 def _confirm_layout(plan: Plan, row: RankedLayout, name: str, report: Reporter) -> Confirmation:
     """Simulate one layout of a plan. The caller sets the index of the confirmation."""
-    planned = PlannedRun(ranked=row, profile=plan.profile, request=plan.request)
+    planned = PlannedRun.of(row, plan.profile, plan.request)
     report.status(f"simulating {name} ...")
     try:
         simulation = _simulate(planned, plan)

@@ -110,15 +110,12 @@ def get_profile(wanted: ProfileRequest, report: Reporter) -> tuple[Profile, Path
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, profile.as_dict())
-    return _with_own_models(_as_split(profile, wanted), wanted, report), path
+    return _as_wanted(profile, wanted, report), path
 
 
-def _as_split(profile: Profile, wanted: ProfileRequest) -> Profile:
-    return with_split_sequence(profile) if wanted.split_sequence else profile
-
-
-def _with_own_models(profile: Profile, wanted: ProfileRequest, report: Reporter) -> Profile:
-    """Add the profiles of the engines that train this model with their own code."""
+def _as_wanted(profile: Profile, wanted: ProfileRequest, report: Reporter) -> Profile:
+    """Split the sequence, and add the profiles of the engines that train this model with their own code."""
+    profile = with_split_sequence(profile) if wanted.split_sequence else profile
     own_models: dict[Engine, Profile] = {}
     for engine in wanted.engines:
         if profile.model_type in ENGINES[engine].own_models and profile.task == "causal-lm" and not wanted.partial:
@@ -197,7 +194,7 @@ def stored_profile(wanted: ProfileRequest) -> Profile | None:
 
 def trace(wanted: ProfileRequest, report: Reporter) -> Profile:
     """Trace the model on fake tensors; report unsupported degrees. Raises UserError, ModelError."""
-    return _with_own_models(_as_split(_trace(wanted, report), wanted), wanted, report)
+    return _as_wanted(_trace(wanted, report), wanted, report)
 
 
 def _trace(wanted: ProfileRequest, report: Reporter) -> Profile:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
+from zerofit.app.planning.output_files import start_script
 from zerofit.app.planning.plan import PlannedRun
 from zerofit.models.presets import NAMED
 from zerofit.rollout.methods import METHODS, RolloutSettings
@@ -81,10 +82,7 @@ def verl_script(chosen: Chosen, cluster: Cluster) -> str:
         *(f"{key}={shlex.quote(str(value))}" for key, value in verl_overrides(chosen, cluster).items()),
         '"$@"',
     ]
-    start = (
-        f"#!/usr/bin/env bash\n# for verl {release}; set TRAIN_FILES and VAL_FILES, and add your reward as arguments\n"
-    )
-    return start + "set -eu\n" + " \\\n    ".join(lines) + "\n"
+    return start_script(f"for verl {release}; set TRAIN_FILES and VAL_FILES, and add your reward as arguments", lines)
 
 
 def verl_overrides(chosen: Chosen, cluster: Cluster) -> dict[str, object]:
@@ -151,8 +149,7 @@ def openrlhf_script(chosen: Chosen, cluster: Cluster) -> str:
             lines.append(f"--{flag}")
         elif value is not False:  # a switch that is off has no word
             lines.append(f"--{flag} {shlex.quote(str(value))}")
-    start = "#!/usr/bin/env bash\n# for OpenRLHF; set DATASET, and add your reward as arguments\nset -eu\n"
-    return start + " \\\n    ".join([*lines, '"$@"']) + "\n"
+    return start_script("for OpenRLHF; set DATASET, and add your reward as arguments", [*lines, '"$@"'])
 
 
 def openrlhf_flags(chosen: Chosen, cluster: Cluster) -> dict[str, object]:

@@ -145,7 +145,7 @@ class RolloutPlan:
         if not best.fits:
             message = "nothing fits, so there is nothing to write"
             raise UserError(Problem(kind="nothing-fits", message=message, where="--write"))
-        planned = PlannedRun(ranked=best.ranked, profile=self.setup.profile, request=self.request)
+        planned = PlannedRun.of(best.ranked, self.setup.profile, self.request)
         chosen = Chosen(method=self.name, planned=planned, settings=best.memory.settings, engine=best.engine)
         if self.settings.trainer == "verl":
             return write_files(folder, {"verl.sh": verl_script(chosen, self.cluster)})
@@ -317,19 +317,19 @@ class _Planner:
 
     def rows(self) -> Iterator[Arrangement]:
         if not METHODS[self.name].generates:
-            yield from self._best("training", self.cluster, None)
+            yield from self._best("training", None)
             return
         if self.settings.trainer != "trl":
             first = "hybrid engine" if self.settings.trainer == "verl" else "colocate all"
             for settings in self._shared():
                 offloads = [settings.own_name(name) for name in OFFLOADS if getattr(settings, name)]
-                yield from self._best(", ".join(offloads) or first, self.cluster, settings)
+                yield from self._best(", ".join(offloads) or first, settings)
             return
         if self.settings.vllm_mode != "server":
             sleep_mode = self.settings.vllm_enable_sleep_mode
             for sleeps in (True, False) if sleep_mode is None else (sleep_mode,):
                 name = f"colocate, sleep level {self.settings.sleep_level}" if sleeps else "colocate, always awake"
-                yield from self._best(name, self.cluster, replace(self.settings, vllm_enable_sleep_mode=sleeps))
+                yield from self._best(name, replace(self.settings, vllm_enable_sleep_mode=sleeps))
         if self.settings.vllm_mode != "colocate" and self.cluster.nodes == 1 and self.cluster.gpus > 1:
             # vLLM's server gets whole engines. One, two and four of them are tried, and the best split counts.
             step = self.settings.vllm_tensor_parallel_size
@@ -354,10 +354,10 @@ class _Planner:
             if optimizer or not param or any_given:
                 yield replace(settings, param_offload=param, optimizer_offload=optimizer)
 
-    def _best(self, name: str, cluster: Cluster, settings: RolloutSettings | None) -> list[Arrangement]:
+    def _best(self, name: str, settings: RolloutSettings | None) -> list[Arrangement]:
         """Return the colocated arrangement that comes first by `_order`; [] if there is no layout."""
-        timer = timer_of(self.setup.profile, cluster, self.setup.request, self.setup.calibration)
-        layouts = self._layouts(cluster)
+        timer = timer_of(self.setup.profile, self.cluster, self.setup.request, self.setup.calibration)
+        layouts = self._layouts(self.cluster)
         offloads = settings and (settings.param_offload or settings.optimizer_offload)
         # FSDP's offload policy replaces verl's offloads, and OpenRLHF offloads only Adam.
         if offloads or self.settings.trainer == "openrlhf":
