@@ -161,14 +161,6 @@ def test_a_model_that_cannot_be_simulated_says_where():
     assert "nonzero" in error["message"]
 
 
-def test_brackets_in_a_name_are_text(tmp_path: Path):
-    folder = tmp_path / "[" / "x] [y]"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({**TINY, "model_type": "llama"}))
-    args = ["--seq-len", "16", "--micro-batch", "1", "--gpus", "1", "--gpu", "l4", "--no-knobs"]
-    assert f"{folder}, rank 0 of 1" in " ".join(ask(str(folder), *args).stdout.split())
-
-
 def test_tokens_mean_nothing_to_images():
     error = answer("lenet", "--seq-len", "16", "--gpus", "1", "--gpu", "l4", "--no-knobs", code=2)["error"]
     assert error["where"] == "--seq-len"
