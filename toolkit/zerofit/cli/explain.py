@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from zerofit.app.explaining import explain as explain_what
 from zerofit.cli.console import answer_watched, labelled, out, print_facts, print_verdict
-from zerofit.cli.options import AS_JSON, hardware_options
+from zerofit.cli.options import AS_JSON, clusters, hardware_options, only_cluster
 from zerofit.cli.report import HTML
-from zerofit.cli.simulate import HARDWARE_FIELDS, SCRIPT, CommandAfterDashes, command_cluster, single_cluster
+from zerofit.cli.simulate import HARDWARE_FIELDS, SCRIPT, CommandAfterDashes, command_cluster
 from zerofit.cli.simulate_show import CHANGES, KINDS, cost
 from zerofit.explain.result import Change, Explanation
 from zerofit.spec.errors import Problem, UserError
@@ -54,7 +54,7 @@ def explain(ctx: click.Context, what: str, html: Path | None, as_json: bool, **h
     sys.exit(0 if result.is_known else NOT_KNOWN)
 
 
-def _cluster(ctx: click.Context, what: str, hardware: dict[str, object]) -> Cluster | None:
+def _cluster(ctx: click.Context, what: str, hardware: dict[str, Any]) -> Cluster | None:
     """Return the hardware on which the run started; None if it is unknown.
 
     With a command after --, the hardware comes from the command and the options. A run folder needs the options.
@@ -68,7 +68,7 @@ def _cluster(ctx: click.Context, what: str, hardware: dict[str, object]) -> Clus
     if not Path(what).is_dir():
         hint = "add -- and the command that started the run"
         raise UserError(Problem(kind="usage", message="hardware without a command", hint=hint, where="--gpu"))
-    return single_cluster(hardware)
+    return only_cluster(clusters(**hardware))
 
 
 def show(result: Explanation) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 import click
 
 from zerofit.features import checkpointing
-from zerofit.spec.errors import Problems, UserError
+from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.foreign import Unreadable, parse_json
 from zerofit.spec.run import AUTO, Run, plain_type, switch
 
@@ -222,7 +222,8 @@ def host_arguments(options: dict[str, object]) -> list[str]:
         flag, value = HOST_FLAGS.get(name, "--" + name.replace("_", "-")), options[name]
         for word in value if isinstance(value, tuple) else [value]:
             # After `=`, a value that begins with a dash is not read as an option.
-            words += [f"{flag}={word}"] if word not in (None, "") else []
+            if word not in (None, "") and (name, word) != ("runner", "pdsh"):  # the default
+                words.append(f"{flag}={word}")
     return words
 
 
@@ -249,3 +250,11 @@ def clusters(kinds: Sequence[str], **sizes: object) -> list[Cluster]:
     if problems:  # a wrong size is the same problem for each kind
         raise UserError(*dict.fromkeys(problems))
     return [cluster for cluster in hardware if cluster]
+
+
+def only_cluster(kinds: Sequence[Cluster], what: str = "a simulation") -> Cluster:
+    """Return the only cluster. Raises UserError if there are several, which `what` does not support."""
+    if len(kinds) > 1:
+        message, hint = f"{what} supports only one kind of machine", "name one kind; `zerofit plan` compares several"
+        raise UserError(Problem(kind="usage", message=message, hint=hint, where="--gpu"))
+    return kinds[0]

@@ -25,6 +25,7 @@ from zerofit.cli.options import (
     clusters,
     given,
     hardware_options,
+    only_cluster,
     run_options,
 )
 from zerofit.cli.plan_show import COLUMNS, show, show_end, show_methods, show_rollouts, show_serving
@@ -32,7 +33,7 @@ from zerofit.cli.report import ENDINGS, HTML, write_page
 from zerofit.features.engines import ENGINES
 from zerofit.plan.layout import OFFLOADS
 from zerofit.rollout.methods import METHODS
-from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.errors import Problems
 from zerofit.spec.files import refuse_target
 from zerofit.spec.model_facts import DEFAULT_PRECISION, PRECISIONS
 from zerofit.spec.partial_training import Method
@@ -181,7 +182,7 @@ def _compare(model: str | None, options: dict[str, object], methods: tuple[Metho
     from zerofit.app.planning.training_methods import compare_methods
 
     request, kinds = _read_request(model, options)
-    kind = _only_kind(kinds, "--methods")
+    kind = only_cluster(kinds, "--methods")
     with EventConsole() as console:
         return compare_methods(request, methods, kind, on_event=console)
 
@@ -190,7 +191,7 @@ def _serve(model: str | None, options: dict[str, Any]) -> ServingPlan:
     from zerofit.app.planning.serving import serve
 
     refuse_target(options["html"], "--html", ENDINGS)
-    kind = _only_kind(clusters(**{name: options[name] for name in ("kinds", *HARDWARE)}), "--serve")
+    kind = only_cluster(clusters(**{name: options[name] for name in ("kinds", *HARDWARE)}), "--serve")
     plan = serve(model, kind, _pins(options), options["rollout"] or {})
     write_page(plan.to_dict(), options["html"])
     return plan
@@ -207,21 +208,13 @@ def _rollouts(model: str | None, options: dict[str, Any]) -> RolloutPlan:
     from zerofit.app.planning.rollouts import plan_rollouts
 
     request, kinds = _read_request(model, options)
-    kind = _only_kind(kinds, "--method")
+    kind = only_cluster(kinds, "--method")
     with EventConsole() as console:
         plan = plan_rollouts(options["method"], request, kind, options["rollout"] or {}, on_event=console)
     if options["write"] and plan.best.fits:
         plan = replace(plan, written=plan.write(options["write"]))
     write_page(plan.to_dict(), options["html"])
     return plan
-
-
-def _only_kind(kinds: list[Cluster], option: str) -> Cluster:
-    """Return the only cluster. Raises UserError if there are several."""
-    if len(kinds) > 1:
-        message = f"{option} supports only one kind of machine"
-        raise UserError(Problem(kind="usage", message=message, hint="name one kind", where="--gpu"))
-    return kinds[0]
 
 
 def _plan(model: str | None, options: dict[str, Any], on_plan: Callable[[Plan], None] | None) -> Plan:

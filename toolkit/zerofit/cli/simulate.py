@@ -19,7 +19,17 @@ from zerofit.app.simulation.other_releases import rerun_with
 from zerofit.cli.answer import answer
 from zerofit.cli.check_show import workflow_command
 from zerofit.cli.console import EventConsole
-from zerofit.cli.options import AS_JSON, INPUT, PATH, TRUST_MODEL_CODE, clusters, given, hardware_options, run_options
+from zerofit.cli.options import (
+    AS_JSON,
+    INPUT,
+    PATH,
+    TRUST_MODEL_CODE,
+    clusters,
+    given,
+    hardware_options,
+    only_cluster,
+    run_options,
+)
 from zerofit.cli.report import ENDINGS, write_page
 from zerofit.cli.simulate_show import show, show_knobs
 from zerofit.config.ds_json import write_for_trainer
@@ -234,7 +244,7 @@ def _simulate_script(ctx: click.Context, words: list[str], as_json: bool, option
     return _show_and_try_changes(result, as_json, options)
 
 
-def command_cluster(words: list[str], hardware: dict[str, object]) -> Cluster:
+def command_cluster(words: list[str], hardware: dict[str, Any]) -> Cluster:
     """Return the hardware from the options, by default with the command's GPUs and nodes.
 
     Raises UserError with all problems.
@@ -244,7 +254,7 @@ def command_cluster(words: list[str], hardware: dict[str, object]) -> Cluster:
     problems = Problems()
     command = problems.attempt(lambda: read_command(words))
     named = {name: getattr(command, name) for name in ("gpus", "nodes") if command and hardware[name] is None}
-    cluster = problems.attempt(lambda: single_cluster({**hardware, **named}))
+    cluster = problems.attempt(lambda: only_cluster(clusters(**hardware | named)))
     problems.raise_if_any()
     assert cluster
     return cluster
@@ -298,19 +308,10 @@ def _read_run(target: str, options: dict[str, Any]) -> tuple[RunRequest, Cluster
         if nodes > 0 and ranks % nodes:
             message = f"{ranks} ranks cannot be divided among {nodes} nodes"
             problems.add("bad-value", message, "change --nodes or --ranks, or set --gpus", "--nodes, --ranks")
-    cluster = problems.attempt(lambda: single_cluster(hardware))
+    cluster = problems.attempt(lambda: only_cluster(clusters(**hardware)))
     problems.raise_if_any()
     assert request and cluster
     return request, cluster
-
-
-def single_cluster(hardware: dict[str, Any]) -> Cluster:
-    """Return the hardware from the options. Raises UserError if --gpu names several kinds."""
-    kinds = clusters(**hardware)
-    if len(kinds) > 1:
-        hint = "`zerofit plan` compares several"
-        raise UserError(Problem(kind="usage", message="--gpu has several kinds", hint=hint, where="--gpu"))
-    return kinds[0]
 
 
 def _annotate(result: Simulation) -> None:

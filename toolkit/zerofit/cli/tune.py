@@ -28,8 +28,6 @@ from zerofit.spec.run import Run
 if TYPE_CHECKING:
     from zerofit.tune.search import Regret, TuneResult
 
-NO_HOSTS = {**dict.fromkeys(HOST_FIELDS), "runner": "pdsh"}  # the options about hosts if the user gave none
-
 
 @click.command()
 @click.argument("target", metavar="[MODEL | RUN.yaml]", required=False)
@@ -69,9 +67,7 @@ def tune(
         host_options = {name: options.pop(name) for name in HOST_FIELDS}
         # Each trial on many hosts is a `zerofit launch` of its own, which gets the same options about hosts.
         words, output = host_arguments(host_options), options.pop("output")
-        hosts = None
-        if words != host_arguments(NO_HOSTS):
-            hosts = TrialHosts(hosts=find_hosts(HostRequest(**host_options)), flags=tuple(words))
+        hosts = TrialHosts(hosts=find_hosts(HostRequest(**host_options)), flags=tuple(words)) if words else None
         flags = given(options)
         run = read_request(target, flags if target or flags else DEFAULT_JOB, trust_model_code)
         with EventConsole() as events:

@@ -33,16 +33,12 @@ from zerofit.spec.run import Run, RunRequest
 from zerofit.spec.run_folder import Job
 from zerofit.tune.trial import Candidate
 
-FLAG = (bool,)
 # Type of each knob's values. Precision, global_batch and compile stay as in the run unless the space names them.
-KNOBS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("zero_stage", "micro_batch", "gradient_accumulation_steps", "tp", "pp", "sp", "ep"), (int,)),
-    **dict.fromkeys(("bucket_elements", "prefetch_elements", "persistence_elements"), (int,)),
-    **dict.fromkeys(("activation_checkpointing", "overlap_comm"), FLAG),
-    "offload": (str,),
-    "precision": (str,),
-    "global_batch": (int,),
-    "compile": FLAG,
+KNOBS: dict[str, type] = {
+    **dict.fromkeys(("zero_stage", "micro_batch", "gradient_accumulation_steps", "tp", "pp", "sp", "ep"), int),
+    **dict.fromkeys(("bucket_elements", "prefetch_elements", "persistence_elements", "global_batch"), int),
+    **dict.fromkeys(("activation_checkpointing", "overlap_comm", "compile"), bool),
+    **dict.fromkeys(("offload", "precision"), str),
 }
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # fields of the run that trials turn off
@@ -74,9 +70,9 @@ def read_space(space: Path | str | Mapping[str, object]) -> dict[str, list[Any]]
 
 
 def _check_value(key: str, value: Any, place: str, problems: Problems) -> None:
-    kinds = KNOBS[key]
-    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds != FLAG):  # True is an int, too
-        words = {int: "an integer", bool: "true or false", str: "a word"}[kinds[0]]
+    kind = KNOBS[key]
+    if type(value) is not kind:  # True is an instance of int, too
+        words = {int: "an integer", bool: "true or false", str: "a word"}[kind]
         problems.add("space", f"{key}: {value!r} is not {words}", f"write {key}: [value, value]", place)
     elif key == "global_batch" and value < 1:
         problems.add("space", f"global_batch: {value}", "use 1 or more samples", place)
