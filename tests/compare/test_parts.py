@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zerofit.app.comparing import jobs
-from zerofit.app.comparing.jobs import StateGate
+from zerofit.app.comparing.jobs import shortage_of_states
 from zerofit.app.comparing.rows import (
     RowStore,
     SizeRow,
@@ -172,12 +172,11 @@ def test_the_reason_is_that_of_whoever_knew():
 
 def test_only_what_cannot_fit_is_refused(tmp_path, monkeypatch):
     parameters, job = 10**8, CompareJob(strategy="", model="mlp", ranks=4)
-    gate = StateGate(parameters=parameters, folder=tmp_path, anyway=False)
 
-    def lacks(name: str, free_bytes: int, one: StateGate = gate, job: CompareJob = job) -> str | None:
+    def lacks(name: str, free_bytes: int, job: CompareJob = job) -> str | None:
         there = HostMemory(name="", ranks=range(4), host_bytes=free_bytes, gpu_bytes=free_bytes)
         monkeypatch.setattr(jobs, "memory_here", lambda ranks, run: there)
-        return one.lacks(STRATEGIES[name], job)
+        return shortage_of_states(STRATEGIES[name], job, parameters, tmp_path)
 
     state = 12 * parameters
     needed = {"single": state + PROCESS, "ddp": 4 * (state + PROCESS), "zero3": state + 4 * PROCESS}
@@ -185,7 +184,6 @@ def test_only_what_cannot_fit_is_refused(tmp_path, monkeypatch):
         assert lacks(name, size + CPU_LIBRARY_BYTES) is None
         words = lacks(name, size + CPU_LIBRARY_BYTES - 1)
         assert words and words.startswith("does not fit: weights, gradients and momentum need at least")
-        assert lacks(name, 0, replace(gate, anyway=True)) is None
     gpus = replace(job, accelerator="cuda")
     assert lacks("zero3", state // 4, job=gpus) is None and lacks("zero3", state // 4 - 1, job=gpus)
     assert lacks("ddp", state, job=gpus) is None and lacks("ddp", state - 1, job=gpus)

@@ -34,10 +34,7 @@ def kernel(stream: int = 0, moved: float = MOVED, **more: Any) -> IssuedWork:
 
 
 def placed(log: IssuedLog) -> _Clocks:
-    clocks = _Clocks(H100, "bf16")
-    for place, one in enumerate(log.items):
-        clocks.take(place, one)
-    return clocks
+    return _Clocks(log.items, "bf16", H100)
 
 
 def test_the_host_runs_ahead_of_long_kernels_and_small_ones_wait_for_it():
@@ -46,7 +43,7 @@ def test_the_host_runs_ahead_of_long_kernels_and_small_ones_wait_for_it():
     assert placed(log).end_s == pytest.approx(LAUNCH_S + 2 * KERNEL_S)
     log.items[:] = [kernel(moved=1000)] * 10
     assert placed(log).end_s == pytest.approx(10 * LAUNCH_S, rel=0.01)
-    (host,) = placed(log).launches()
+    (host,) = placed(log).launches
     assert host.end_s - host.start_s == pytest.approx(10 * LAUNCH_S)
 
 

@@ -147,22 +147,21 @@ class Checkpoint:
 
         `deep`: check every file against its checksum.
         """
-        path, report = Path(run_folder), Reporter(on_event)
+        path, report, rows = Path(run_folder), Reporter(on_event), []
         if not is_own(path) and (all_foreign := foreign_in(path)):
             report.status("importing torch ...")
             from zerofit.checkpoint.foreign_facts import facts_of, verify_foreign
 
-            rows = []
             for facts in map(facts_of, all_foreign):
                 damage = facts.damage or (verify_foreign(facts.found, report.status) if deep else [])
                 rows.append(_foreign_summary(facts, damage))
-            return CheckpointList(folder=path, checked="checksums" if deep else "sizes", checkpoints=rows)
-        store = store_of(path, "RUN") or Store(path.absolute().parent)
-        rows = []
-        for entry in store.entries():
-            damage = entry.damage or (verify(entry.path, report.status) if deep else [])
-            rows.append(_summary(entry, damage))
-        return CheckpointList(folder=store.folder, checked="checksums" if deep else "sizes", checkpoints=rows)
+        else:
+            store = store_of(path, "RUN") or Store(path.absolute().parent)
+            path = store.folder
+            for entry in store.entries():
+                damage = entry.damage or (verify(entry.path, report.status) if deep else [])
+                rows.append(_summary(entry, damage))
+        return CheckpointList(folder=path, checked="checksums" if deep else "sizes", checkpoints=rows)
 
     def describe(self, *, on_event: OnEvent | None = None) -> CheckpointDescription:
         """Return the checkpoint's step, model, layout, precision, versions and size."""

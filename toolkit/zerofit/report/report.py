@@ -36,7 +36,7 @@ from zerofit.report.plot import names_of
 from zerofit.report.run_history import RunHistory, read_run, run_answer, run_sections
 from zerofit.spec.errors import Problems
 from zerofit.spec.foreign import refused
-from zerofit.spec.units import counted, shown_bytes
+from zerofit.spec.units import counted, shown_bytes, shown_seconds
 
 PHASES = {  # of a step's time
     "generate_s": "generate",
@@ -115,10 +115,6 @@ def check_sections(found: CheckAnswer) -> list[Section]:
     return [Section(title="Findings", blocks=blocks)]
 
 
-def _seconds(value: float | None) -> str:
-    return f"{value:.3g} s" if value else ""
-
-
 def _answer(found: ServingAnswer | RolloutAnswer, facts: list[tuple[str, str]], summary: str = "") -> Answer:
     verdict, tone = ("Fits", "good") if found.fits else ("Does not fit", "bad")
     return Answer(name=found.title, verdict=verdict, tone=tone, summary=summary, facts=facts)
@@ -152,7 +148,7 @@ def rollout_answer(found: RolloutAnswer) -> Answer:
         ("arrangement", best.name),
         ("training", best.training),
         ("highest", f"{best.highest}: {shown_bytes(best.highest_bytes)} of {shown_bytes(best.device_total_bytes)}"),
-        ("step time", _seconds(best.time.get("step_s"))),
+        ("step time", shown_seconds(best.time.get("step_s"))),
         ("sequences", f"{found.seq_len:,} tokens"),
         *(("note", finding.get("message", "")) for finding in found.findings),
     ]
@@ -174,7 +170,7 @@ def rollout_sections(found: RolloutAnswer) -> Iterator[Section]:
         Bar(
             label=row.name,
             parts={label: row.time.get(key) or 0.0 for key, label in PHASES.items()},
-            text=_seconds(row.time.get("step_s")),
+            text=shown_seconds(row.time.get("step_s")),
         )
         for row in found.arrangements
     ]
@@ -202,7 +198,7 @@ def tune_answer(found: TuneAnswer) -> Answer:
     facts = [("configuration", best.configuration if best else ""), ("written", ", ".join(found.written))]
     saving = f"{found.regret.untried}; none saves more than {found.regret.at_most:.1%} (95 % sure)"
     facts.append(("untried", saving if found.regret.untried else ""))
-    verdict = f"Best: {_seconds(found.regret.best_step_s)} per step"
+    verdict = f"Best: {shown_seconds(found.regret.best_step_s)} per step"
     return Answer(name=found.title, verdict=verdict, tone="good", facts=facts)
 
 
@@ -216,7 +212,7 @@ def tune_sections(found: TuneAnswer) -> Iterator[Section]:
         Bar(
             label=trial.configuration,
             parts={"measured": measured},
-            text=f"{_seconds(measured)} (forecast {_seconds(trial.forecast_step_s)})",
+            text=f"{shown_seconds(measured)} (forecast {shown_seconds(trial.forecast_step_s)})",
             low=measured * (1 - (trial.spread or 0)),
             high=measured * (1 + (trial.spread or 0)),
         )
@@ -231,9 +227,9 @@ def tune_sections(found: TuneAnswer) -> Iterator[Section]:
         {
             "trial": str(number),
             "configuration": trial.configuration,
-            "measured": trial.status if trial.measured_step_s is None else _seconds(trial.measured_step_s),
+            "measured": trial.status if trial.measured_step_s is None else shown_seconds(trial.measured_step_s),
             "+-": "" if trial.spread is None else f"{trial.spread:.1%}",
-            "forecast": _seconds(trial.forecast_step_s),
+            "forecast": shown_seconds(trial.forecast_step_s),
             "memory": shown_bytes(trial.peak_bytes) if trial.peak_bytes else "",
             "reason": trial.reason,
         }

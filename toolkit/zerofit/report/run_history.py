@@ -15,7 +15,7 @@ from zerofit.spec.errors import Problems
 from zerofit.spec.files import number_in, read_jsonl
 from zerofit.spec.foreign import Unreadable, read_json
 from zerofit.spec.run_folder import RunFolder, layout_words
-from zerofit.spec.units import shown_bytes, shown_score
+from zerofit.spec.units import shown_bytes, shown_score, shown_seconds
 
 MORE = 0.1  # a measured figure that exceeds its forecast by more than this share is marked
 POINTS = 3000  # of all runs' curves in a chart
@@ -223,7 +223,7 @@ def _forecasts(runs: Mapping[str, RunHistory]) -> list[Block]:
 
 
 def _figure(key: str, value: float) -> str:
-    return _seconds(value) if key.endswith("_s") else shown_bytes(value)
+    return shown_seconds(value) if key.endswith("_s") else shown_bytes(value)
 
 
 def _measured(run: RunHistory) -> Record:
@@ -259,15 +259,11 @@ def _faults(runs: Mapping[str, RunHistory]) -> list[Block]:
                 "ranks": ", ".join(map(str, ranks)) if isinstance(ranks, list) else "",
                 "host": str(fault.get("host") or ""),
                 "why": str(fault.get("message") or fault.get("cause") or ""),
-                "detected after": _seconds(number_in(fault, "seen_after_s")),
-                "restarted after": _seconds(number_in(fault, "restarting_after_s")),
+                "detected after": shown_seconds(number_in(fault, "seen_after_s")),
+                "restarted after": shown_seconds(number_in(fault, "restarting_after_s")),
             }
             rows.append(row)
     return table_of(rows, words=("run", "what", "ranks", "host", "why"))
-
-
-def _seconds(value: float | None) -> str:
-    return f"{value:.3g} s" if value is not None else ""
 
 
 def _moment(seconds: float | None) -> str:

@@ -67,6 +67,11 @@ def shown_score(value: float) -> str:
     return f"{float(f'{value:.3g}'):,.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"
 
 
+def shown_seconds(value: float | None) -> str:
+    """Format seconds with three digits: "0.125 s"; "" for None."""
+    return "" if value is None else f"{value:.3g} s"
+
+
 def shown_bytes(value: float, unit_of: float | None = None) -> str:
     """Format bytes with three digits and a binary unit: "79.1 GiB".
 

@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
-from zerofit.app.comparing.jobs import STEPPED, ComparisonSetup, StateGate, rank_counts
+from zerofit.app.comparing.jobs import STEPPED, ComparisonSetup, rank_counts, shortage_of_states
 from zerofit.app.comparing.processes import one_server, run_job
 from zerofit.app.comparing.rows import (
     AnyRow,
@@ -218,7 +218,7 @@ class _RowRunner:
         code = model_code(job.model)  # rows from before and after a change of a user's model must not mix
         identity = {"job": vars(job), **question, "code": code_hash(code) if code else None}
         self.store, self._report = RowStore(setup.request.run.output, kind, identity), setup.report
-        self._gate = StateGate(parameters=setup.parameters, folder=self.store.folder, anyway=anyway)
+        self._parameters, self._anyway = setup.parameters, anyway
 
     def strategy_row(self, name: str, strategy: Strategy, job: CompareJob) -> StrategyRow:
         job = replace(job, strategy=strategy.name)
@@ -255,7 +255,9 @@ class _RowRunner:
         if job.ranks < strategy.least_ranks:
             reason = f"needs {strategy.least_ranks} ranks, got {job.ranks}: use --ranks {strategy.least_ranks}"
             return [{"not_here": reason}]
-        shortage = self._gate.lacks(strategy, job)
+        if self._anyway:
+            return []
+        shortage = shortage_of_states(strategy, job, self._parameters, self.store.folder)
         return [{"does_not_fit": shortage}] if shortage else []
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from zerofit.app.job.resolve import find_model, open_model
@@ -147,33 +147,25 @@ def _refuse_task(model: str, task: Task, has_accuracy: bool) -> None:
     raise UserError(Problem(kind="model-task", message=message, hint=hint, where="MODEL"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class StateGate:
-    """Memory check of a comparison. It refuses only strategies that cannot fit at all.
+def shortage_of_states(strategy: Strategy, job: CompareJob, parameters: int, folder: Path) -> str | None:
+    """Return why the model states of a strategy cannot fit on this machine; None if it may start.
 
-    It counts model states, but no activations and no buffers.
+    `parameters`: their number in the model. `folder`: the comparison's. Activations and buffers are not counted.
     """
-
-    parameters: int  # number in the model
-    folder: Path  # the comparison's folder
-    anyway: bool
-
-    def lacks(self, strategy: Strategy, job: CompareJob) -> str | None:
-        """Return why a strategy lacks memory on this machine; None if it may start."""
-        if self.anyway or job.hosts:  # other hosts' memory is unknown
-            return None
-        ranks = 1 if strategy.one else job.ranks
-        memory, state = memory_here(range(ranks), self.folder), STATE_BYTES * self.parameters
-        if job.accelerator == "cuda":
-            needed, free = state if strategy.replicas else state // ranks, memory.gpu_bytes
-            place, processes_words = f"on each of {ranks} GPUs", ""
-        else:
-            processes = strategy.processes(job.ranks)
-            processes_bytes = CPU_PROCESS_LOW_BYTES * processes + CPU_LIBRARY_BYTES
-            needed = processes_bytes + state * (processes if strategy.replicas else 1)
-            free, place = memory.host_bytes, memory.place
-            processes_words = f", including {shown_bytes(processes_bytes)} for {processes} processes"
-        if free is None or needed <= free:
-            return None
-        words = f"weights, gradients and momentum need at least {shown_bytes(needed)}{processes_words}"
-        return f"does not fit: {words}; {shown_bytes(free)} free {place} (--anyway starts it anyway)"
+    if job.hosts:  # their memory is unknown
+        return None
+    ranks = 1 if strategy.one else job.ranks
+    memory, state = memory_here(range(ranks), folder), STATE_BYTES * parameters
+    if job.accelerator == "cuda":
+        needed, free = state if strategy.replicas else state // ranks, memory.gpu_bytes
+        place, processes_words = f"on each of {ranks} GPUs", ""
+    else:
+        processes = strategy.processes(job.ranks)
+        processes_bytes = CPU_PROCESS_LOW_BYTES * processes + CPU_LIBRARY_BYTES
+        needed = processes_bytes + state * (processes if strategy.replicas else 1)
+        free, place = memory.host_bytes, memory.place
+        processes_words = f", including {shown_bytes(processes_bytes)} for {processes} processes"
+    if free is None or needed <= free:
+        return None
+    words = f"weights, gradients and momentum need at least {shown_bytes(needed)}{processes_words}"
+    return f"does not fit: {words}; {shown_bytes(free)} free {place} (--anyway starts it anyway)"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from zerofit.app.job.requests import input_option
@@ -44,8 +44,8 @@ def trace_of_script(record: RankRecord, rank: int, cluster: Cluster) -> dict[str
     Memory changes at the time when the host allocates it.
     """
     assert record.script
-    clocks = _Clocks.of(record, cluster)
-    spans = tuple(sorted([*clocks.spans, *clocks.launches()], key=lambda span: (span.stream, span.start_s)))
+    clocks = _Clocks(record.issued, record.script.precision, cluster)
+    spans = tuple(sorted([*clocks.spans, *clocks.launches], key=lambda span: (span.stream, span.start_s)))
     timeline = StepTimeline(spans=spans, step_s=clocks.end_s)
     machine = {"gpu": cluster.device.kind, "gpus": cluster.gpus, "nodes": cluster.nodes}
     about = {"forecast": f"a step of {record.script.name}", "model": record.script.model, **machine}
@@ -56,7 +56,8 @@ def script_step_s(record: RankRecord, cluster: Cluster) -> float | None:
     """Return a script's forecast seconds of the last step; None on a CPU without calibration."""
     if cluster.on_cpu and read_calibration(cluster.device.kind) is None:
         return None
-    return _Clocks.of(record, cluster).end_s
+    assert record.script
+    return _Clocks(record.issued, record.script.precision, cluster).end_s
 
 
 def _memory(points: tuple[MemoryPoint, ...], allocated: list[tuple[int, float]]) -> Iterator[MemorySample]:
@@ -79,39 +80,30 @@ def _memory(points: tuple[MemoryPoint, ...], allocated: list[tuple[int, float]])
 # a CPU the host computes itself, so each piece of work also moves the host's clock.
 
 
-@dataclass
 class _Clocks:
-    """The clocks of the host and of each stream, which advance as work is issued in order."""
+    """The clocks of the host and of each stream, after all work was issued in order."""
 
-    cluster: Cluster
-    precision: str
-    host_s: float = 0.0
-    spans: list[Span] = field(default_factory=list)
-    allocated: list[tuple[int, float]] = field(default_factory=list)  # number of allocations so far, host time
-
-    def __post_init__(self) -> None:
-        calibration = read_calibration(self.cluster.device.kind)
-        known = {name: rates_of(self.cluster, name, calibration) for name in ELEMENT_BYTES}
-        self._usual, self._rates = known[self.precision], known
+    def __init__(self, issued: Sequence[IssuedWork | IssuedWait], precision: str, cluster: Cluster):
+        """`precision`: of the script, such as "bf16" or "bf16 autocast"."""
+        self._cluster, self._precision = cluster, precision.split()[0]
+        calibration = read_calibration(cluster.device.kind)
+        self._rates = {name: rates_of(cluster, name, calibration) for name in ELEMENT_BYTES}
+        self._usual = self._rates[self._precision]
+        self.host_s, self.spans = 0.0, list[Span]()
+        self.launches: list[Span] = []  # host spans, merged while uninterrupted
+        self.allocated: list[tuple[int, float]] = []  # number of allocations so far, host time
         self._done: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)  # index and end of a stream's work
         self._free: defaultdict[int, float] = defaultdict(float)  # earliest start of a stream's next work
-        self._issuing: list[Span] = []  # host spans, merged while uninterrupted
         self._forwards, self._phase = 0, ""
         self._names: dict[int, str] = {0: "compute"}
-
-    @classmethod
-    def of(cls, record: RankRecord, cluster: Cluster) -> _Clocks:
-        assert record.script
-        clocks = cls(cluster, record.script.precision.split()[0])
-        for place, work in enumerate(record.issued):
-            clocks.take(place, work)
-        return clocks
+        for place, work in enumerate(issued):
+            self._take(place, work)
 
     @property
     def end_s(self) -> float:
         return max([self.host_s, *(done[-1][1] for done in self._done.values() if done)])
 
-    def take(self, place: int, work: IssuedWork | IssuedWait) -> None:
+    def _take(self, place: int, work: IssuedWork | IssuedWait) -> None:
         """Schedule the next entry of `RankRecord.issued`: work, or a wait for work.
 
         `place`: the entry's index.
@@ -127,14 +119,11 @@ class _Clocks:
         elif work.kind in (HOST_STEP, ON_HOST):
             kind, moved = (work.kernel.kind, work.kernel.moved_bytes.fixed) if work.kernel else (STEP, work.bytes)
             # All ranks of the host step at the same time, and share its memory bandwidth.
-            seconds = moved * self.cluster.gpus / self._usual.host
+            seconds = moved * self._cluster.gpus / self._usual.host
             self._span(work, "host", kind, self.host_s, seconds)
             self.host_s += seconds
         else:
             self._run(place, work)
-
-    def launches(self) -> list[Span]:
-        return self._issuing
 
     def _run(self, place: int, work: IssuedWork) -> None:
         rates = self._usual
@@ -165,7 +154,7 @@ class _Clocks:
         if not work.inside and not work.kernel.flops.fixed:  # long passes over memory by an engine or an optimizer
             return work.kernel.kind, moved / rates.streaming
         return work.kernel.kind, kernel_s(
-            work.kernel, 1, self._rates[_PRECISIONS.get(work.kernel.dtype, self.precision)]
+            work.kernel, 1, self._rates[_PRECISIONS.get(work.kernel.dtype, self._precision)]
         )
 
     def _wait(self, work: IssuedWait) -> None:
@@ -189,11 +178,11 @@ class _Clocks:
         start_s, self.host_s = self.host_s, self.host_s + seconds
         if not seconds:
             return
-        last = self._issuing[-1] if self._issuing else None
+        last = self.launches[-1] if self.launches else None
         if last and (last.end_s, last.phase, last.module) == (start_s, work.phase, work.module):
-            self._issuing[-1] = last._replace(end_s=self.host_s)
+            self.launches[-1] = last._replace(end_s=self.host_s)
             return
-        self._issuing.append(self._made(work, "host", LAUNCHES[work.kind == HOOKS], start_s, self.host_s))
+        self.launches.append(self._made(work, "host", LAUNCHES[work.kind == HOOKS], start_s, self.host_s))
 
     def _span(self, work: IssuedWork, stream: str, kind: str, start_s: float, seconds: float) -> None:
         self.spans.append(self._made(work, stream, kind, start_s, start_s + seconds))
