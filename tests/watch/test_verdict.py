@@ -25,7 +25,7 @@ def ranks(*changes, hosts=("a", "a", "b", "b")):
 
 
 def said(*changes):
-    return judge(ranks(*changes), NOW, TIMEOUT)
+    return judge(ranks(*changes), NOW, TIMEOUT, coming_s=180.0)
 
 
 def test_all_is_well():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,13 +13,13 @@ from zerofit.doctor.facts import HostFacts
 from zerofit.doctor.measured import MeasurementJob, joined_figures
 from zerofit.doctor.preflight import Preflight, PreflightRequest, no_answer, preflight
 from zerofit.doctor.remote import INSIDE, Conversation, Unreachable, ask_all, conversations
+from zerofit.doctor.serve import Say
 from zerofit.launch.hostfile import Host
 from zerofit.launch.ops import TRAINING
 
 MEASURE_S = 400.0
 SECONDS = 0.4  # seconds for each measurement
 ALONE = ("versions", "slots", "processes")  # checks of the preflight that are also shown for a single machine
-Say = Callable[[str], None]
 IMPORT_S, BUILD_S = 180.0, 3000.0
 NONE = "NotImplementedBuilder"  # DeepSpeed's placeholder for an op that the accelerator lacks
 

@@ -18,12 +18,11 @@ from zerofit.spec.devices import Device, by_name, cpu_device
 from zerofit.spec.local_machine import LIBAIO_HINT
 from zerofit.spec.units import shown_bytes
 
-GIB = 2**30
 NOFILE = 4096  # 8 ranks, each with a socket to every other rank, loader workers and checkpoint files
 NPROC = 4096
 MEMLOCK = 64 * 2**20  # NCCL over InfiniBand locks its buffers in memory; its manual recommends no limit
 NCCL_SOURCE = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html"
-SHARED = GIB  # a container has 64 MiB by default; NCCL and loader workers pass tensors through it
+SHARED = 2**30  # a container has 64 MiB by default; NCCL and loader workers pass tensors through it
 TOTAL_SHARE = 0.95  # share of the catalog's memory; ECC and the driver use a part
 MATMUL, MEMORY, COPY, LINK = 0.6, 0.7, 0.6, 0.5  # shares of the peak
 CPU_SHARE = 0.5

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from zerofit.doctor.serve import Say
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.files import cache_root
 
@@ -42,9 +43,7 @@ class MeasurementJob:
     by_shape: bool = False  # also measure kernels and collectives by size, for `zerofit plan`
 
 
-def measured(
-    first: MeasurementJob, local: int, say: Callable[[str], None], env: Mapping[str, str] | None = None
-) -> list[Figures]:
+def measured(first: MeasurementJob, local: int, say: Say, env: Mapping[str, str] | None = None) -> list[Figures]:
     """Run `local` ranks that measure this host, and return the figures of each.
 
     `first`: the job of the first rank. Raises RunFailed. The disk with zerofit's cache is measured, too.
@@ -71,10 +70,7 @@ def measured(
 
 
 def _watch(
-    jobs: Sequence[MeasurementJob],
-    processes: Sequence[subprocess.Popen[bytes]],
-    folder: Path,
-    say: Callable[[str], None],
+    jobs: Sequence[MeasurementJob], processes: Sequence[subprocess.Popen[bytes]], folder: Path, say: Say
 ) -> None:
     """Wait for all ranks. Raises RunFailed when one fails, or after `LIMIT_S`."""
     end = time.monotonic() + LIMIT_S
@@ -141,7 +137,7 @@ def measure_disk(folder: Path) -> dict[str, float]:
     return {"disk_write": BYTES / written_s, "disk_read": BYTES / read_s}
 
 
-def nvme_disks(say: Callable[[str], None]) -> dict[str, dict[str, float]]:
+def nvme_disks(say: Say) -> dict[str, dict[str, float]]:
     """Measure each NVMe file system that this user can write to. Return figures by mount point.
 
     A file system on which writing or reading fails is left out.

@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from zerofit.doctor.serve import MARK
+from zerofit.doctor.serve import MARK, Say
 from zerofit.doctor.system import addresses
 from zerofit.launch.hostfile import NAME
 
@@ -86,9 +86,7 @@ class Conversation:
     clock_error_s: float = 0.0  # at most
     lost: Unreachable | None = None  # after the first failure: a late answer is not that of the next question
 
-    async def ask(
-        self, question: object, patience_s: float = PATIENCE_S, say: Callable[[str], None] | None = None
-    ) -> dict[str, Any]:
+    async def ask(self, question: object, patience_s: float = PATIENCE_S, say: Say | None = None) -> dict[str, Any]:
         """Return the answer; `say` gets lines of progress. Raises Unreachable, now and ever after."""
         if self.lost:
             raise self.lost
@@ -220,7 +218,7 @@ async def ask_all(
     hosts: dict[str, Conversation],
     question: Mapping[str, object],
     patience_s: float = PATIENCE_S,
-    say: Callable[[str], None] | None = None,
+    say: Say | None = None,
 ) -> dict[str, dict[str, Any] | Unreachable]:
     """Ask all hosts one question, or a question by host. Return the answers by host."""
 

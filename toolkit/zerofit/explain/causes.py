@@ -25,8 +25,7 @@ from zerofit.explain.tracebacks import (
 )
 from zerofit.spec.units import counted, shown_bytes
 
-GIB = 1 << 30
-CONTEXT_BYTES, CONTEXT_SHARE = GIB, 0.04  # usually outside of torch's allocator: context, NCCL, BLAS
+CONTEXT_BYTES, CONTEXT_SHARE = 1 << 30, 0.04  # usually outside of torch's allocator: context, NCCL, BLAS
 USUAL_FRAGMENTS = 0.05  # share of reserved memory that is unused in most healthy runs (benchmarks/fragmentation.py)
 
 

@@ -27,6 +27,7 @@ HERE = "localhost"
 SAME_S = 2.0  # schedulers send two signals for one request (Slurm: SIGUSR1 and SIGTERM)
 STARTED = "zerofit starts this launcher:"  # begins the part of each start in launcher.log
 GRACE_S = 10.0  # time for a launcher to exit after its ranks
+COMING_S = 180.0  # time limit for guards to report; ssh, Python and cold file systems can be slow
 GUARD = Path(__file__).parents[1] / "watch" / "rank_guard.py"
 
 
@@ -44,7 +45,7 @@ class LaunchSite:
     forwarded: Mapping[str, str] = field(default_factory=dict)  # environment of the ranks on top of their host's
     interfaces: Mapping[str, str] = field(default_factory=dict)  # by host: the network interface to the others
     again: str = "zerofit train"  # command that resumes a run folder; the folder is its argument
-    coming_s: float = 180.0  # time limit for guards to report; ssh, Python and cold file systems can be slow
+    coming_s: float = COMING_S
     timeout_s: float  # time without a heartbeat after which ranks are killed
     sweep: Callable[[str], list[str]] | None = None  # kills the processes of a run id on all hosts; returns notes
 

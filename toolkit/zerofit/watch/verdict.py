@@ -9,7 +9,6 @@ from typing import Any
 
 from zerofit.spec.errors import Problem
 
-COMING_S = 180.0  # limit for a guard to report, with slow ssh, Python and cold file systems
 PATIENT = 10  # multiple of the timeout for work that may be silent for long
 USUAL = 3  # multiple of the longest pause after which a rank continued
 DISK_S = 1800.0  # writing a large file to a slow disk shows no other activity
@@ -70,9 +69,7 @@ class FailureVerdict:
     unheard_s: float  # seconds without a report or progress when this was decided
 
 
-def judge(
-    states: Sequence[RankState], now: float, timeout_s: float, coming_s: float = COMING_S
-) -> FailureVerdict | None:
+def judge(states: Sequence[RankState], now: float, timeout_s: float, coming_s: float) -> FailureVerdict | None:
     """Return the first failure found, or None. The most certain causes come first.
 
     `timeout_s`: longest time without a heartbeat; `coming_s`: longest time until a guard reports.

@@ -20,7 +20,7 @@ from zerofit.doctor.preflight import Preflight, PreflightRequest, preflight
 from zerofit.doctor.remote import FACTS, INSIDE, PATIENCE_S, Conversation, Unreachable, ask_all, conversations
 from zerofit.launch.host import RUN_ID, address_to, interface_of, this_machine
 from zerofit.launch.hostfile import Host, check_size, read_hostfile, select
-from zerofit.launch.local import LaunchSite
+from zerofit.launch.local import COMING_S, LaunchSite
 from zerofit.launch.runner import Runner, allocated, forwarded, forwarded_always, runner_environment
 from zerofit.launch.world import DEFAULT_PORT
 from zerofit.spec.errors import Problem, Problems, RunFailed, UserError
@@ -31,7 +31,7 @@ from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.watch.launch_spec import as_argument
 
 FP16_FROM, BF16_FROM = 5.3, 8.0  # first CUDA compute capabilities with native arithmetic
-COMING_S, ALONE_S = 180.0, 1800.0  # time limits for guards to report; the second is for --no-ssh
+ALONE_S = 1800.0  # COMING_S with --no-ssh
 LOOPBACK = "127."
 
 
