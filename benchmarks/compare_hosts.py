@@ -1,6 +1,6 @@
 """Strategies of `zerofit compare` on several hosts: network namespaces with a bandwidth and a delay between them.
 
-python benchmarks/compare_hosts.py [--hosts 2] [--slots 2] [--rate 20mbit] [--delay 5] [--model lenet]
+python -m benchmarks.compare_hosts [--hosts 2] [--slots 2] [--rate 20mbit] [--delay 5] [--model lenet]
 
 Needs root, iproute2 with tc, openssh and pdsh. Each host has an sshd of its own, and may send so much a second (by
 tbf); with --delay it arrives so many milliseconds later. What goes between ranks of one host does not pass it. Where

@@ -1,4 +1,6 @@
-"""Breaks a run on three hosts in every way that is known, and looks what zerofit makes of it.
+"""Break a run on three hosts in every known way, and record how zerofit reacts.
+
+    python -m benchmarks.faults [--only WORD] [--out FILE]
 
 The hosts are network namespaces with an sshd each (needs root; see tests/launch/hosts.py); the run is a real one,
 started by `zerofit launch` through pdsh and ssh. After each fault: was the cause named, how long did it take to see

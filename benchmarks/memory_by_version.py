@@ -4,7 +4,7 @@ python benchmarks/memory_by_version.py [--jobs WORDS] [--at-once N] [--out FOLDE
 
 Each release is installed by pip into an environment over this one, as for `zerofit simulate --deepspeed-version`: torch
 is the same one everywhere. DeepSpeed is built from its source without its ops. One process a release simulates the jobs
-as rank 0 of 8 H100 without a GPU. The peak is that of the highest phase, start-up included; see ../docs/scripts.md.
+as rank 0 of 8 H100 without a GPU. The peak is that of the highest phase, start-up included.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Inject eight causes of a loss that is not finite into runs of two CPU ranks, and compare what a replay names.
+"""Inject nine causes of a loss that is not finite into runs of two CPU ranks, and compare what a replay names.
 
-    python benchmarks/replay_nans.py [NAME ...]
+    python -m benchmarks.replay_nans [NAME ...]
 
 Each run stops before the faulty step (--check-loss), and `zerofit.replay` repeats it from its checkpoint. The ranks
 wait in a pool, as in the tests: a launch takes longer than a run. Results: benchmarks/results/replay_nans.json.

@@ -1,6 +1,6 @@
 """Every strategy of `zerofit compare` on 1, 2 and 4 CPU ranks: how far from one device's weights, what is sent.
 
-python benchmarks/same_weights.py [--ranks 1 2 4] [--model lenet]
+python -m benchmarks.same_weights [--ranks 1 2 4] [--model lenet]
 
 Strategies that compute the same sums must end within 1e-5 of the single device. Processes are forked from one that has
 imported everything, and no speed is told: neither figure here depends on what else the machine does. The same command
