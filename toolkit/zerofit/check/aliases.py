@@ -11,7 +11,7 @@ from zerofit.check.catalog import Catalog, catalog, documented
 from zerofit.check.dotted import drop, get, has, put, with_parents
 from zerofit.check.edit import Assignment, Deletion, Edit, Move, Removal, Renaming
 from zerofit.check.finding import Finding
-from zerofit.check.subject import ZERO
+from zerofit.features.zero import ZERO
 
 OFFLOAD_FLAGS = ("cpu_offload", "cpu_offload_param")  # keys with true or false instead of a section
 

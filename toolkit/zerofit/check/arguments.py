@@ -9,9 +9,10 @@ from typing import Any
 from zerofit.check.argument_files import ArgumentFile
 from zerofit.check.finding import Finding, near
 from zerofit.check.reader import HUGGING_FACE
-from zerofit.check.subject import MICRO, STEPS, TOTAL, ZERO, GivenArgument, RequestedValue
+from zerofit.check.subject import MICRO, STEPS, TOTAL, GivenArgument, RequestedValue
+from zerofit.features.zero import ZERO
 from zerofit.spec.local_machine import is_older
-from zerofit.spec.model_facts import ModelFacts
+from zerofit.spec.model_facts import ModelFacts, persistence_elements, prefetch_elements
 
 PARAMS, SCHEDULE = "optimizer.params", "scheduler.params"
 GATHER = f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
@@ -94,8 +95,8 @@ FILLED_BY_DEFAULT: dict[str, object] = {
 # Both libraries use these sizes (transformers integrations/deepspeed.py:232, accelerate accelerator.py:2323).
 BY_WIDTH: dict[str, Callable[[int], int]] = {
     "reduce_bucket_size": lambda width: width * width,
-    "stage3_prefetch_bucket_size": lambda width: int(0.9 * width * width),
-    "stage3_param_persistence_threshold": lambda width: 10 * width,
+    "stage3_prefetch_bucket_size": prefetch_elements,
+    "stage3_param_persistence_threshold": persistence_elements,
 }
 
 

@@ -24,7 +24,7 @@ from zerofit.check.reader import SPOKEN, STRICT_READERS
 from zerofit.check.rule import rules
 from zerofit.check.rules.batch import batch
 from zerofit.check.rules.optimizer import optimizer, scheduler, scheduler_values
-from zerofit.check.scan import ObjectMember
+from zerofit.check.scan import ObjectMember, SyntaxFault, TextPosition
 from zerofit.check.subject import CheckSubject, TargetHardware, UnclearValue
 
 FUNCTIONS: tuple[Callable[[CheckSubject], Iterator[Finding]], ...] = (batch, optimizer, scheduler, scheduler_values)
@@ -78,82 +78,54 @@ def text_findings(document: Document, reader: str) -> Iterator[Finding]:
     for path, first, last in islice(document.duplicates(), MAX_DUPLICATES):
         yield _duplicate(document, path, first, last)
     if not isinstance(document.config, Mapping):
-        yield Finding(
-            code="not-an-object",
-            path="",
-            message="the file is not a JSON object",
-            why="DeepSpeed stops: it needs an object with keys",
-            fix="write {...}",
-        )
+        why = "DeepSpeed stops: it needs an object with keys"
+        yield _of_text("the file is not a JSON object", why, "write {...}", document.root.place, code="not-an-object")
 
 
 def _strict_json(document: Document, reader: str) -> Iterator[Finding]:
     # DeepSpeed itself reads HJSON: comments, trailing commas and words without quotes. Other readers stop there.
-    stops = reader in STRICT_READERS
-    strict = f"{SPOKEN[reader]} supports only strict JSON and stops with an error"
+    stops, name, start = reader in STRICT_READERS, SPOKEN[reader], TextPosition(line=1, column=1, start=0, end=0)
+    strict = f"{name} supports only strict JSON and stops with an error"
+    others = "Hugging Face's Trainer, Accelerate and Lightning"
     # zerofit decodes the file itself, and gives DeepSpeed a JSON in UTF-8.
-    if document.encoding != "utf-8" and reader != "zerofit":
-        yield _encoding(document, reader, stops)
+    if document.encoding == "utf-8-sig" and reader != "zerofit":
+        why = f"{name} supports only UTF-8 without a byte order mark and stops with an error"
+        why = why if stops else f"DeepSpeed accepts it; {others} do not"
+        message, fix = "the file begins with a byte order mark", "save it as UTF-8 without a byte order mark"
+        yield _of_text(message, why, fix, start, code="encoding", stops=stops)
+    elif document.encoding != "utf-8" and reader != "zerofit":
+        why, fix = f"{name} supports only UTF-8 and stops with an error", "save it as UTF-8 without a byte order mark"
+        yield _of_text(f"the file is in {document.encoding}", why, fix, start, code="encoding")
     if document.yaml and reader != "neox":
-        why = f"{SPOKEN[reader]} supports only JSON and stops with an error"
-        yield Finding(
-            code="yaml", path="", message="the file is YAML", why=why, fix="convert it to JSON", line=1, column=1
-        )
+        why = f"{name} supports only JSON and stops with an error"
+        yield _of_text("the file is YAML", why, "convert it to JSON", start, code="yaml")
     if document.hjson:
         accepts = "DeepSpeed's own reader accepts it: a word without quotes is a string up to the end of the line"
-        yield Finding(
-            code="hjson",
-            severity="error" if stops else "warning",
-            effect="stops" if stops else "changes",
-            path="",
-            message=f"HJSON, not JSON, from here on: {document.hjson.message}",
-            why=strict if stops else accepts,
-            fix="convert it to JSON",
-            line=document.hjson.line,
-            column=document.hjson.column,
-        )
+        message, why = f"HJSON, not JSON, from here on: {document.hjson.message}", strict if stops else accepts
+        yield _of_text(message, why, "convert it to JSON", document.hjson, code="hjson", stops=stops)
     for comma in document.commas:
-        accepts = "DeepSpeed accepts it; Hugging Face's Trainer, Accelerate and Lightning need strict JSON"
-        yield Finding(
-            code="trailing-comma",
-            severity="error" if stops else "warning",
-            effect="stops" if stops else "changes",
-            path="",
-            message="trailing comma after the last member",
-            why=strict if stops else accepts,
-            fix="remove it",
-            edits=(Deletion(comma.start, comma.end),),
-            line=comma.line,
-            column=comma.column,
-        )
+        why = strict if stops else f"DeepSpeed accepts it; {others} need strict JSON"
+        message, fix = "trailing comma after the last member", "remove it"
+        found = _of_text(message, why, fix, comma, code="trailing-comma", stops=stops)
+        yield replace(found, edits=(Deletion(comma.start, comma.end),))
     if stops and document.comment:
-        yield Finding(
-            code="json-comment",
-            path="",
-            message="comment in a JSON",
-            why=strict,
-            fix="remove all comments",
-            line=document.comment.line,
-            column=document.comment.column,
-        )
+        yield _of_text("comment in a JSON", strict, "remove all comments", document.comment, code="json-comment")
 
 
-def _encoding(document: Document, reader: str, stops: bool) -> Finding:
-    marked = document.encoding == "utf-8-sig"
-    refuses = (
-        f"{SPOKEN[reader]} supports only UTF-8 {'without a byte order mark ' if marked else ''}and stops with an error"
-    )
-    accepts = "DeepSpeed accepts it; Hugging Face's Trainer, Accelerate and Lightning do not"
+def _of_text(
+    message: str, why: str, fix: str, place: TextPosition | SyntaxFault, *, code: str, stops: bool = True
+) -> Finding:
+    """Return a finding about the notation of the file. `stops`: whether its reader stops with an error."""
     return Finding(
-        code="encoding",
-        severity="error" if stops or not marked else "warning",
-        effect="stops" if stops or not marked else "changes",
+        code=code,
+        severity="error" if stops else "warning",
+        effect="stops" if stops else "changes",
         path="",
-        message="the file begins with a byte order mark" if marked else f"the file is in {document.encoding}",
-        why=refuses if stops or not marked else accepts,
-        fix="save it as UTF-8 without a byte order mark",
-        line=1,
-        column=1,
+        message=message,
+        why=why,
+        fix=fix,
+        line=place.line,
+        column=place.column,
     )
 
 

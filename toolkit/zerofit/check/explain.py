@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from zerofit.check.catalog import catalog, documented
@@ -29,10 +29,6 @@ class KeyRow:
     value: object
     status: Literal["takes effect", "ignored", "wrong", "auto", "default"]
     text: str
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the object that `--json` prints."""
-        return asdict(self)
 
 
 def explain(document: Document, findings: Sequence[Finding], setting: TargetHardware) -> list[KeyRow]:

@@ -19,7 +19,8 @@ from zerofit.check.catalog import Catalog, Schema, keys_of_programs, names
 from zerofit.check.edit import Assignment, Edit, Move, Removal, Renaming
 from zerofit.check.finding import Effect, Finding, as_number, near, plainly
 from zerofit.check.reader import HUGGING_FACE, filled_by
-from zerofit.check.subject import ZERO, CheckSubject, TargetHardware
+from zerofit.check.subject import CheckSubject, TargetHardware
+from zerofit.features.zero import ZERO
 
 MAX_SECTIONS = 3  # that a hint names for a misplaced key
 MOST_KEYS = 500  # of a section whose unknown keys are compared with the known ones

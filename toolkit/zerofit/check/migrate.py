@@ -11,7 +11,8 @@ from zerofit.check.document import Document
 from zerofit.check.dotted import get
 from zerofit.check.edit import Assignment, Edit, Removal, apply
 from zerofit.check.rule import defaults
-from zerofit.check.subject import ZERO, CheckSubject, TargetHardware
+from zerofit.check.subject import CheckSubject, TargetHardware
+from zerofit.features.zero import ZERO
 
 CARRIED = ("removed-key", "deprecated-key", "deprecated-and-new", "zero-flag", "clipping-in-optimizer")
 

@@ -7,13 +7,12 @@ does not read.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib.resources import files
 
 from zerofit.check.aliases import Aliases
+from zerofit.check.catalog import read_data
 from zerofit.check.finding import Finding, near, plainly
 
 OWN_MADE = ("optimizer", "scheduler")
@@ -28,7 +27,7 @@ PRECISIONS = {"fp16": "fp16", "bfloat16": "bf16"}
 
 @cache
 def _names() -> Mapping[str, list[str]]:
-    return json.loads((files("zerofit.check") / "data" / "neox.json").read_text(encoding="utf-8"))
+    return read_data("neox.json")
 
 
 def is_for_neox(config: object, *, yaml: bool) -> bool:

@@ -14,7 +14,7 @@ from typing import cast
 from zerofit.check.catalog import Schema, catalog, read_data
 from zerofit.check.dotted import autos
 from zerofit.check.neox import is_for_neox
-from zerofit.check.subject import ZERO
+from zerofit.features.zero import ZERO
 
 # nearly every DeepSpeed JSON has one of these keys
 MARKS = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")

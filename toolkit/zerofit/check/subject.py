@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from zerofit.check.catalog import Catalog
 from zerofit.check.dotted import get, has
+from zerofit.features.zero import ZERO
 from zerofit.spec.model_facts import PRECISIONS, ModelFacts
 from zerofit.spec.run import PipelineSchedule
 
-ZERO = "zero_optimization"
 TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 

@@ -6,7 +6,7 @@ import difflib
 import json
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -49,7 +49,7 @@ class CheckReport:
         """Return the JSON for one file."""
         shown: dict[str, object] = self.result.to_dict()
         if self.explained is not None:
-            shown["explained"] = [row.as_dict() for row in self.explained]
+            shown["explained"] = [asdict(row) for row in self.explained]
         if self.migrated:
             shown |= {"lost": self.migrated.lost, "kept": self.migrated.kept}
         if self.new_text is not None:

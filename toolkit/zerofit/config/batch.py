@@ -140,15 +140,14 @@ def check_shares(run: Run, layout: Layout, problems: Problems) -> None:
     if run.micro_batch_by_rank is None:
         return
     reasons = {
-        "--pipeline": (layout.pp, "stages pass on activations of one size"),
-        "--tensor-parallel": (layout.tp, "its ranks process the same samples"),
-        "--sequence-parallel": (layout.sp, "its ranks have parts of the same samples"),
-        "--expert-parallel": (layout.ep, "ranks exchange equal numbers of tokens"),
+        "--pipeline": "stages pass on activations of one size",
+        "--tensor-parallel": "its ranks process the same samples",
+        "--sequence-parallel": "its ranks have parts of the same samples",
+        "--expert-parallel": "ranks exchange equal numbers of tokens",
     }
-    for name, (degree, why) in reasons.items():
-        if degree > 1:
-            message = f"{place} {run.micro_batch_by_rank} with {name} {degree}: {why}"
-            problems.add("layout", message, f"leave {name} at 1, or leave out --micro-batch-by-rank", place)
+    for name, degree in layout.by_flag.items():
+        message = f"{place} {run.micro_batch_by_rank} with {name} {degree}: {reasons[name]}"
+        problems.add("layout", message, f"leave {name} at 1, or leave out --micro-batch-by-rank", place)
     if run.micro_batch_by_rank == "auto" and layout.zero_stage == 3:
         message = "at ZeRO stage 3, ranks wait for each other in every layer, so their speed cannot be measured"
         hint = f"use --ds-config zero2, or give the micro batches, like {place} 4,2"

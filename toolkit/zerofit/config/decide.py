@@ -15,7 +15,7 @@ from zerofit.check.check import check
 from zerofit.check.document import Document
 from zerofit.check.dotted import autos, drop, get, leaves, put
 from zerofit.check.finding import Finding
-from zerofit.check.subject import ZERO, TargetHardware
+from zerofit.check.subject import TargetHardware
 from zerofit.config.batch import check_shares, solve, solve_by_rank
 from zerofit.config.recipe import CNNS, Kind, peak_lr, warmup_steps, weight_decay
 from zerofit.config.validate import (
@@ -29,7 +29,7 @@ from zerofit.config.validate import (
 from zerofit.features.optimizer import TORCH_PARAMS
 from zerofit.features.optimizers import ENTRIES, OPTIMIZERS, of_json, run_name, usual_optimizer
 from zerofit.features.optimizers.adamw import ADAMW
-from zerofit.features.zero import ZENFLOW
+from zerofit.features.zero import ZENFLOW, ZERO
 from zerofit.spec.errors import Problems
 from zerofit.spec.mesh import pipeline_parts
 from zerofit.spec.model_facts import (

@@ -18,7 +18,8 @@ from zerofit.check.dotted import get, put
 from zerofit.check.neox import is_for_neox
 from zerofit.check.reader import MARKS, program_of, where_to_look
 from zerofit.check.scan import SyntaxFault
-from zerofit.check.subject import MICRO, STEPS, ZERO
+from zerofit.check.subject import MICRO, STEPS
+from zerofit.features.zero import ZERO
 from zerofit.spec.errors import Problem, UserError, nearest
 from zerofit.spec.files import write_text
 from zerofit.spec.foreign import parse_json

@@ -40,10 +40,7 @@ def check_combination(layout: Layout, config: Mapping[str, object], problems: Pr
     if not layout.combined:
         return
     # zerofit creates the process groups of a combined layout itself, since DeepSpeed's keys are for one degree each.
-    degrees = {"--tensor-parallel": layout.tp, "--pipeline": layout.pp, "--sequence-parallel": layout.sp}
-    degrees["--expert-parallel"] = layout.ep
-    dimensions = [name for name, degree in degrees.items() if degree > 1]
-    used, instead = " and ".join(dimensions), "keep one of " if len(dimensions) > 1 else "leave out "
+    used, instead = " and ".join(layout.by_flag), "keep one of " if len(layout.by_flag) > 1 else "leave out "
     for feature in features_on(config):
         if not feature.tested_combined:
             message = f"{feature.path} with {used} {UNVERIFIED}"
@@ -146,10 +143,9 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
 # For example, in-place collectives change tensors that it keeps.
 def _check_selective(run: Run, layout: Layout, problems: Problems) -> None:
     """Refuse settings untested with selective checkpointing."""
-    used = {"--tensor-parallel": layout.tp > 1, "--sequence-parallel": layout.sp > 1, "--compile": run.compile}
-    used |= {"--expert-parallel": layout.ep > 1, "--quantize": run.quantize is not None}
-    used["--activation-offload"] = run.activation_offload
-    for name in (name for name, is_used in used.items() if is_used):
+    used = {"--compile": run.compile, "--quantize": run.quantize, "--activation-offload": run.activation_offload}
+    degrees = [name for name in layout.by_flag if name != "--pipeline"]
+    for name in [*degrees, *(name for name, value in used.items() if value)]:
         message = f"selective checkpointing with {name} is not supported: it was not verified against plain training"
         problems.add("layout", message, "use --activation-checkpointing", f"activation_checkpointing, {name}")
 
@@ -157,12 +153,9 @@ def _check_selective(run: Run, layout: Layout, problems: Problems) -> None:
 def _check_pairs(run: Run, layout: Layout, facts: ModelFacts, problems: Problems) -> None:
     """Check the layout of models with padded, labelled texts."""
     what = f"{run.model} ({facts.task})"
-    degrees = {"--tensor-parallel": layout.tp, "--sequence-parallel": layout.sp, "--pipeline": layout.pp}
-    degrees["--expert-parallel"] = layout.ep
-    for name, degree in degrees.items():
-        if degree > 1:
-            message = f"{name} {degree} is not supported for {what}: it was not verified with a head and padded samples"
-            problems.add("layout", message, f"leave {name} at 1; use ZeRO stages 1 to 3 and offload instead", name)
+    for name, degree in layout.by_flag.items():
+        message = f"{name} {degree} is not supported for {what}: it was not verified with a head and padded samples"
+        problems.add("layout", message, f"leave {name} at 1; use ZeRO stages 1 to 3 and offload instead", name)
     if run.loss_chunk:
         message = f"--loss-chunk {run.loss_chunk}: {what} has too few logits to save memory"
         problems.add("loss", message, "leave it out", "--loss-chunk")
@@ -262,11 +255,9 @@ def check_averages(run: Run, layout: Layout, config: Mapping[str, object], probl
     """Check that the layout and the DeepSpeed JSON allow averaged weights (--ema)."""
     if run.ema is None:
         return
-    degrees = {"--tensor-parallel": layout.tp, "--pipeline": layout.pp, "--sequence-parallel": layout.sp}
-    for name, degree in (degrees | {"--expert-parallel": layout.ep}).items():
-        if degree > 1:
-            message = f"--ema with {name} {degree}: averages only work with data parallelism, at ZeRO 0 to 3"
-            problems.add("layout", message, f"set {name} to 1, or remove --ema", "--ema")
+    for name, degree in layout.by_flag.items():
+        message = f"--ema with {name} {degree}: averages only work with data parallelism, at ZeRO 0 to 3"
+        problems.add("layout", message, f"set {name} to 1, or remove --ema", "--ema")
     apart = [feature.path for feature in features_on(config) if not feature.keeps_masters]
     # a value of a key that works with averages: on NVMe, master weights lie in files between two steps
     apart += ["offload_optimizer.device"] * (get(config, "zero_optimization.offload_optimizer.device") == "nvme")

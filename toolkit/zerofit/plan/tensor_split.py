@@ -37,13 +37,13 @@ def _layer(whole: LayerCost, mine: LayerCost, run: LayerRun, tp: int) -> LayerCo
         mine,
         **kernels,
         **{name: _part(getattr(whole, name), tp) for name in bytes_of},
-        forward_peak_bytes=_sum(_part(whole.forward_peak_bytes, tp), gathered),
-        backward_peak_bytes=_sum(_part(whole.backward_peak_bytes, tp), gathered, gathered),
-        forward=tuple(_sum(_part(line, tp), gathered) for line in whole.forward),
+        forward_peak_bytes=_part(whole.forward_peak_bytes, tp) + gathered,
+        backward_peak_bytes=_part(whole.backward_peak_bytes, tp) + gathered + gathered,
+        forward=tuple(_part(line, tp) + gathered for line in whole.forward),
         backward=tuple(
             replace(
                 moment,
-                live=tuple(_sum(_part(line, tp), gathered, gathered) for line in moment.live),
+                live=tuple(_part(line, tp) + gathered + gathered for line in moment.live),
                 end=_part(moment.end, tp),
             )
             for moment in whole.backward
@@ -51,10 +51,6 @@ def _layer(whole: LayerCost, mine: LayerCost, run: LayerRun, tp: int) -> LayerCo
         matrices=matrices,
         vectors=mine.vectors or run.vectors,
     )
-
-
-def _sum(*lines: Linear) -> Linear:
-    return Linear(fixed=sum(line.fixed for line in lines), per_sample=sum(line.per_sample for line in lines))
 
 
 def _kernels(whole: tuple[Kernel, ...], mine: tuple[Kernel, ...], block: bool, tp: int) -> tuple[Kernel, ...]:

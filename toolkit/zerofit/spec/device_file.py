@@ -132,10 +132,8 @@ REQUIRED = {
 }
 # the field of `Device` that each key of a GPU becomes
 DEVICE_FIELDS = {"torch_name": "name", "memory": "memory_bytes", "capability": "compute_capability"}
-
-
-DEVICE_FIELDS |= {key: key for key in ("tflops", "bandwidth", "link", "link_name", "pcie", "host_link")}
-DEVICE_FIELDS |= {key: key for key in ("memory_source", "architecture", "multiprocessors", "unified_memory")}
+for _key in (*GPU_FIGURES, *GPU_MODEL, *UNIFIED, "link_name", "host_link", "memory_source"):
+    DEVICE_FIELDS.setdefault(_key, _key)
 # the field of `Node` that each figure of a node becomes
 NODE_FIELDS = {key: "host_bytes" if key == "host_memory" else key for key in NODE_FIGURES}
 SIZES = (*(key for key in (*GPU_FIGURES, *NODE_FIGURES) if key not in ("tflops", "gpus")),)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Literal, NamedTuple
 
@@ -66,6 +65,9 @@ class Linear:
     def at(self, micro_batch: int) -> float:
         """Return the quantity for `micro_batch` samples."""
         return self.fixed + self.per_sample * micro_batch
+
+    def __add__(self, other: Linear) -> Linear:
+        return Linear(fixed=self.fixed + other.fixed, per_sample=self.per_sample + other.per_sample)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +141,7 @@ class LayerCost:
     @property
     def forward_flops(self) -> Linear:
         """FLOPs of the layer's forward."""
-        return _sum(kernel.flops for kernel in self.forward_kernels)
+        return sum((kernel.flops for kernel in self.forward_kernels), Linear())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,8 +243,3 @@ def expert_degree(key: str) -> int:
     (2, 1)
     """
     return int(key.removesuffix(ZERO3).partition("/ep=")[2] or 1)
-
-
-def _sum(lines: Iterable[Linear]) -> Linear:
-    pairs = [(line.fixed, line.per_sample) for line in lines]
-    return Linear(fixed=sum(fixed for fixed, _ in pairs), per_sample=sum(slope for _, slope in pairs))

@@ -102,6 +102,13 @@ class Layout:
         """Whether zerofit, not DeepSpeed, creates the process groups and slices the weights."""
         return self.ep > 1 or sum(degree > 1 for degree in (self.tp, self.pp, self.sp)) > 1
 
+    @property
+    def by_flag(self) -> dict[str, int]:
+        """The parallel degrees above 1, besides data parallelism, by the flag that sets them."""
+        degrees = {"--tensor-parallel": self.tp, "--pipeline": self.pp, "--sequence-parallel": self.sp}
+        degrees["--expert-parallel"] = self.ep
+        return {flag: degree for flag, degree in degrees.items() if degree > 1}
+
     def as_dict(self) -> dict[str, int]:
         """Return the `layout` object of the command line's JSON."""
         return asdict(self)

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import psutil
 
-from zerofit.check.subject import ZERO, CheckSubject
+from zerofit.check.subject import CheckSubject
+from zerofit.features.optimizer import FLOAT_BYTES
 from zerofit.features.optimizers import ENTRIES, of_json
+from zerofit.features.zero import ZERO
 from zerofit.spec.hybrid_engine import HYBRID_ENGINE_FAULTS, SHORT_MASK
 from zerofit.spec.mesh import pipeline_parts
 from zerofit.spec.overhead import HOST_RESERVE
@@ -24,7 +26,6 @@ _DTYPES = {"fp32": ("float32", "float"), "bf16": ("bfloat16",), "fp16": ("float1
 DTYPES = {f"{torch}{word}": name for name, words in _DTYPES.items() for word in words for torch in ("", "torch.")}
 DTYPES |= {name: name for name in _DTYPES}
 TENSOR = "tensor_parallel"
-MASTER_BYTES = 4  # per element of float32 master weights
 BLOCKS = Path("/sys/class/block")
 
 
@@ -222,7 +223,7 @@ def offloaded_bytes(c: CheckSubject) -> int:
     states = weights = 0
     if entry is not None and c.stage > 0 and c.offload("optimizer") == "cpu":
         # float32 master weights, and for example Adam's two moments
-        states = c.facts.trained_parameters * (MASTER_BYTES + entry.states.least_bytes)
+        states = c.facts.trained_parameters * (FLOAT_BYTES + entry.states.least_bytes)
     if c.stage == 3 and c.offload("param") == "cpu":
         weights = c.facts.weight_bytes(precision(c))
     return int(states * (1 if share is None else share)) + weights
@@ -265,26 +266,13 @@ def _devices_below(name: str) -> Iterator[str]:
         yield from _devices_below(lower.name)
 
 
-TERMS: dict[str, Callable[[CheckSubject], object]] = {
-    term.__name__: term
-    for term in (
-        *(
-            precision,
-            precision_is_known,
-            has_other_parameter_type,
-            accumulates_in_another_type,
-            scales_loss_dynamically,
-            masters_in_16_bits,
-        ),
-        *(uses_bf16_optimizer, reduces_by_scatter, clips, stage_is_set, zero_section_of_2020),
-        *(scheduler_is_deepspeeds, optimizer_is_wrapped, nested_tensor_parallel, dualpipev_parts),
-        *(refused_with_split_experts, compile_passes, steps_in_one_copy, needs_full_gradients),
-        *(full_gradient_optimizers, has_betas, uses_lora, reference_argument, pads_to_maximum, lost_below),
-        *(gathered_experts, offloaded_bytes, exceeds_host),
-        *(hybrid_engine_fault, hybrid_engine_models, hybrid_engine_stops),
-    )
-}
 FUNCTIONS: dict[str, Callable[..., object]] = {
     function.__name__: function
     for function in (is_installed, is_folder, device_of, is_nvme, shown_bytes, format, int, len, min)
+}
+# all other functions of this module
+TERMS: dict[str, Callable[[CheckSubject], object]] = {
+    name: term
+    for name, term in list(vars().items())
+    if getattr(term, "__module__", "") == __name__ and not name.startswith("_") and name not in FUNCTIONS
 }

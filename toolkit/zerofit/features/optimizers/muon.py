@@ -13,8 +13,8 @@ from zerofit.features.optimizer import (
     StepCost,
     TrainingSetting,
 )
+from zerofit.features.zero import ZERO
 
-ZERO = "zero_optimization"
 RULES = (
     JsonRule(
         code="muon-reduce-scatter",
