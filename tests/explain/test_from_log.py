@@ -122,6 +122,13 @@ def test_a_notebook_and_a_rich_traceback():
         "╭────────── Traceback (most recent call last) ──────────╮\n│ /home/me/train.py:38 in main            │\n"
         "│ ❱  38     y.backward()         │\n╰───╯\nOutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
     )
+    # where a line of rich is too narrow: DeepSpeed#2977 (the function) and DeepSpeed#3448 (the path)
+    narrow = (
+        "│ /opt/conda/lib/python3.8/site-packages/deepspeed/accelerator/cuda_accele │\n"
+        "│ rator.py:217 in          │\n│ pin_memory               │\n│        │\n"
+        "│ ❱ 217 │   │   return tensor.contiguous()          │\n╰───╯\nRuntimeError: CUDA error: out of memory"
+    )
+    assert explained(narrow).cause == "pinned-memory" and not explained(narrow).at  # a library's line
     assert explained(rich).at == "/home/me/train.py:38"
     assert explained(notebook).phase == explained(rich).phase == "backward"
 

@@ -230,11 +230,12 @@ def _in_phase(evidence: LogEvidence) -> Cause | None:
     if fills_bucket(evidence.frames):
         summary = "ZeRO's buffers for gradients did not fit: each has reduce_bucket_size elements."
         return Cause(name="communication-buckets", summary=summary, evidence=shown)
-    if phase in (FORWARD, BACKWARD) and gathers(evidence.frames):
+    if phase in (FORWARD, BACKWARD, "") and gathers(evidence.frames):
         summary = "A layer's parameters, gathered from all ranks, did not fit next to the memory already in use."
         return Cause(name="gathered-parameters", summary=summary, evidence=shown)
     if phase not in _IN_PHASE:
-        summary = "Tensors of this program fill the GPU. Without a traceback the log does not show which."
+        source = "The traceback" if evidence.frames else "Without a traceback the log"
+        summary = f"Tensors of this program fill the GPU. {source} does not show which."
         return Cause(name=UNKNOWN, summary=summary, evidence=shown, run_next=RECORD)
     name, summary = _IN_PHASE[phase]
     after = (f"{progress.steps} steps fit into memory before this one",) if progress.steps >= LATER else ()

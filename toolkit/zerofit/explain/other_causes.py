@@ -6,7 +6,7 @@ import re
 
 from zerofit.explain.advice import KERNEL_LOG, NVIDIA_SMI, PLAN_SERVE
 from zerofit.explain.result import LATER, UNKNOWN, Cause, LogEvidence, Rule
-from zerofit.explain.tracebacks import INIT, LOADING, SAVING, STEP
+from zerofit.explain.tracebacks import INIT, LOADING, SAVING, STEP, pins
 from zerofit.spec.units import shown_bytes
 
 _JOB_LIMIT = re.compile(
@@ -24,7 +24,7 @@ def _driver(evidence: LogEvidence) -> Cause | None:
     """Find why the driver had no memory, if the message has no figures of torch's allocator."""
     # CUDA reports full page-locked host memory with the same message, so this cause is checked first.
     names = {frame.name for frame in evidence.frames}
-    if any("pin_memory" in f"{frame.name}{frame.code}" for frame in evidence.frames):
+    if pins(evidence.frames):
         return PINNED
     if evidence.in_worker:
         return Cause(
@@ -80,6 +80,7 @@ _HOST_WORK = {
         "weights-in-host-memory",
         "while the model was loaded: each rank of a host may load all of it",
     ),
+    "loading a checkpoint": ("loading-in-host-memory", "while a checkpoint was loaded"),
     "creating the optimizer's states": ("offloaded-states", "while the optimizer's states were created in host memory"),
     "preparing data": ("data-in-host-memory", "while data was prepared"),
     "saving a checkpoint": ("saving-in-host-memory", "while a checkpoint was saved"),
@@ -95,9 +96,7 @@ _HOST_PHASES = {
 def host(evidence: LogEvidence) -> Cause | None:
     """Find the cause for full host memory."""
     figures, progress = evidence.shortage.figures, evidence.progress
-    if any("pin_memory" in f"{frame.name}{frame.code}" for frame in evidence.frames) or (
-        re.search("cudaHost|mlock", evidence.shortage.message)
-    ):
+    if pins(evidence.frames) or re.search("cudaHost|mlock", evidence.shortage.message):
         return PINNED
     shown = []
     if figures.total_bytes and figures.free_bytes is not None:

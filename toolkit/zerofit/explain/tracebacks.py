@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from zerofit.explain.data import any_of, read_data
@@ -22,7 +22,9 @@ _NOTEBOOK = re.compile(
     r"^\s*(?:File )?(?P<file>(?:~|/|\w:|<ipython|Cell )[^:(]*?)(?::(?P<line>\d+))?,? in (?P<name>.+)$"
 )
 _CELL = re.compile(r"^(?P<file>Cell In ?\[\d+\]), line (?P<line>\d+)(?:, in (?P<name>.+))?$")
-_RICH = re.compile(r"^[│|]\s*(?P<file>\S+\.py):(?P<line>\d+) in (?P<name>\S+)")
+# rich wraps at its width: the function's name, or the end of the path, may be on the next line
+_RICH = re.compile(r"^[│|]\s*(?P<file>\S+\.py):(?P<line>\d+) in\b *(?P<name>[^\s│|]*)")
+_RICH_PATH = re.compile(r"^[│|]\s*(?P<file>(?:/|\w:)\S*)\s*[│|]$")
 _ARROW = re.compile(r"^\s*(?:-+>|[│|]?\s*❱)\s*(?P<line>\d+)?\s*(?P<code>.*)")
 _LIBRARY = re.compile(
     r"(?:site|dist)-packages/|/lib/python3|<frozen |^<(?!ipython|stdin)|torch_extensions/|/tmp/torchinductor|zerofit/"
@@ -73,8 +75,11 @@ def frames_before(lines: Sequence[LogLine], error: int) -> list[CodeFrame]:
         match = match or _NOTEBOOK.match(line.text)
         if match:
             file, called = match["file"].strip(), (match["name"] or "").strip()
+            called = called or (code if match.re is _RICH else "")
             found.append(CodeFrame(file, int(match["line"] or number), called, arrow or code))
             code, arrow, number = "", "", 0
+        elif found and not code + arrow and (start := _RICH_PATH.match(line.text)):
+            found[-1] = replace(found[-1], file=start["file"] + found[-1].file)
         elif (marked := _ARROW.match(line.text)) and not arrow:
             arrow, number = marked["code"], int(marked["line"] or 0)
         elif line.text.strip(" ^~│|"):
@@ -116,6 +121,13 @@ def phase_of(frames: Sequence[CodeFrame]) -> str:
 def fills_bucket(frames: Sequence[CodeFrame]) -> bool:
     """Return whether ZeRO was allocating a buffer that collects gradients for a reduction."""
     return any("reduce_bucket_size" in frame.code for frame in frames[-3:])
+
+
+def pins(frames: Sequence[CodeFrame]) -> bool:
+    """Return whether page-locked host memory was requested."""
+    # The traceback of a call of several lines shows the first only, without `pin_memory=True`. DeepSpeed's stage 3
+    # pins in `_create_param_groups_fp16_flat_cpu_memory` in this way.
+    return any(re.search(r"pin_memory|_flat_cpu_memory", f"{frame.name}{frame.code}") for frame in frames)
 
 
 def gathers(frames: Sequence[CodeFrame]) -> bool:
