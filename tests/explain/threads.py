@@ -215,8 +215,8 @@ THREADS = (
     ),
 )
 
-# Messages of 2025 and 2026 (torch 2.6 and later, Ray, Slurm, vLLM): thread, log, the cause that the figures show, and a
-# word of the advice. How the threads ended is not compared.
+# Other messages, most of them of 2025 and 2026 (torch 2.6 and later, Ray, Slurm, vLLM): thread, log, the cause that the
+# figures show, and a word of the advice. How the threads ended is not compared.
 RECENT = (
     (
         "kyuz0/amd-strix-halo-image-video-toolboxes#3",
@@ -321,5 +321,39 @@ RECENT = (
         "increasing `gpu_memory_utilization` when initializing the engine.",
         "vllm-no-cache",
         "zerofit plan",
+    ),
+    (
+        "deepspeedai/DeepSpeed#1956",
+        "[INFO|deepspeed.py:449] >> Attempting to resume from finetuned/checkpoint-22\n"
+        f"[INFO] [engine.py:2754:_get_all_zero_checkpoint_state_dicts] read 2 ZeRO state_dicts for rank 0\n{MINUS_9}",
+        "loading-in-host-memory",
+        "elastic_checkpoint",
+    ),
+    (
+        "ShivamShrirao/diffusers#61",  # stage 3 pins one buffer; the traceback shows only the first line of the call
+        TRACEBACK.format(
+            own="deepspeed.initialize(model)",
+            frames=LIBRARY.format(
+                file="deepspeed/runtime/zero/stage3.py",
+                line=543,
+                name="_create_param_groups_fp16_flat_cpu_memory",
+                code="torch.empty(int(flat_buffer_size),",
+            ),
+            error="RuntimeError: CUDA error: out of memory",
+        ),
+        "pinned-memory",
+        "pin_memory",
+    ),
+    (
+        "baichuan-inc/Baichuan2#333",
+        LIBRARY.format(
+            file="deepspeed/runtime/zero/partition_parameters.py",
+            line=1832,
+            name="_allgather_params",
+            code="replicated_tensor = torch.empty(param.ds_shape, dtype=param.ds_tensor.dtype)",
+        )
+        + old("1.92 GiB", "31.74 GiB", "30.00 GiB", "304.88 MiB", "30.60 GiB"),
+        "gathered-parameters",
+        "",
     ),
 )
