@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from zerofit.app.replaying import _failed_step, _job, _losses, replay
+from zerofit.app.replaying import _failed_step, _job, _losses, _start_before, replay
 from zerofit.cli.main import main
 from zerofit.spec.errors import UserError
+from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import ModelFacts
 from zerofit.spec.run import Run
-from zerofit.spec.run_folder import Batch, Job, Layout, RunFolder
+from zerofit.spec.run_folder import Batch, Job, Layout, RunFolder, Start
 
 FACTS = ModelFacts(task="image", parameters=10, largest_parameter=10, hidden_size=3, forward_flops=None)
 
@@ -62,6 +64,17 @@ def test_one_cpu_takes_the_same_global_batch_without_zero(tmp_path):
     same = _job(job, None, 5, None)
     assert (same.layout, same.batch, same.ds_config) == (job.layout, job.batch, job.ds_config)
     assert same.run.callbacks == () and same.run.check_loss
+
+
+def test_a_run_that_was_resumed_is_replayed_from_its_first_start(tmp_path):
+    """The same command on a finished run, too, leaves the start at its last step in plan.json."""
+    folder = run_folder(tmp_path)
+    resumed = Start(checkpoint=str(tmp_path / "step-00000005"), step=5, samples=120, same_layout=True)
+    job = replace(Job.read(folder), start=resumed)
+    assert _start_before(5, folder, job, {1: 2.0, 6: 1.0}, Reporter()) is None
+    assert _start_before(6, folder, job, {1: 2.0, 6: 1.0}, Reporter()) is resumed
+    with pytest.raises(UserError, match="the run started at step 5, and has no checkpoint before step 5"):
+        _start_before(5, folder, job, {6: 1.0}, Reporter())  # from a checkpoint of another run
 
 
 def test_folders_and_steps_that_are_refused(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -58,10 +59,10 @@ def replay(
     reason.
 
     >>> import zerofit as zf
-    >>> _ = zf.train(zf.Run(model="mlp", data="digits", steps=4, ranks=1, output="runs/healthy"))
-    >>> found = zf.replay("runs/healthy")
+    >>> _ = zf.train(zf.Run(model="mlp", data="digits", steps=20, ranks=1, output="runs/mlp"))
+    >>> found = zf.replay("runs/mlp")
     >>> found.cause, found.equal_losses
-    ('unknown', 4)
+    ('unknown', 20)
     """
     report = Reporter(shielded(on_event) if on_event else None)
     folder = RunFolder(Path(run).absolute())
@@ -75,7 +76,7 @@ def replay(
     if not 1 <= last <= max([job.steps, *losses]):
         message = f"--step {last}: the run has {counted(job.steps, 'step')}"
         raise UserError(Problem(kind="steps", message=message, hint="give a step of at least 1", where="--step"))
-    start = _start_before(last, folder, job, report)
+    start = _start_before(last, folder, job, losses, report)
     report.note(f"replaying steps {start.step + 1 if start else 1} to {last}")
     target = RunFolder(folder.path / "replay" / f"step-{last}{f'-{precision}' if precision else ''}")
     repeated = _job(job, start, last, precision)
@@ -127,8 +128,10 @@ def _failed_step(folder: RunFolder, losses: dict[int, float], job: Job) -> int:
     return min(job.steps, max(losses, default=0) + 1)
 
 
-def _start_before(step: int, folder: RunFolder, job: Job, report: Reporter) -> Start | None:
-    """Return the newest complete checkpoint before a step, else the run's start.
+def _start_before(
+    step: int, folder: RunFolder, job: Job, losses: Mapping[int, float], report: Reporter
+) -> Start | None:
+    """Return the newest complete checkpoint before a step, else the run's start; None for step 1.
 
     Raises UserError.
     """
@@ -139,6 +142,8 @@ def _start_before(step: int, folder: RunFolder, job: Job, report: Reporter) -> S
         except UserError as error:
             report.note(f"{entry.path.name} is not used: {error}")
     if job.start and job.start.step >= step:
+        if 1 in losses:  # plan.json has the last start, but the folder's first one was at step 1
+            return None
         message = f"the run started at step {job.start.step}, and has no checkpoint before step {step}"
         raise UserError(Problem(kind="steps", message=message, hint="give a later --step", where="--step"))
     return job.start
