@@ -8,7 +8,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ from zerofit.models.catalog import ModelError, source_of
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.run import Run
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+
 STATE_KEY = re.compile(r"(?:(?P<prefix>.*)\.)?state\.(?P<name>.+)\.(?P<kind>[a-z_0-9]+)")
 GROUP_KEY = re.compile(r"optim\w*\.param_groups\.(?P<group>.+)\.(?P<setting>\w+)")
 WEIGHTS = ("model", "state_dict", "module", "model_state_dict")  # keys of a state dict within a file
@@ -44,16 +47,7 @@ STATISTICS = (".running_mean", ".running_var")  # batch norm's buffers
 Keys = list[str | int]
 
 
-class _Chunk(Protocol):
-    offsets: Sequence[int]
-    sizes: Sequence[int]
-
-
-class _TensorDescription(Protocol):
-    size: Sequence[int]
-
-
-_Tensors = dict[str, list[tuple[_TensorDescription, _Chunk, Location]]]  # the chunks of each tensor
+_Tensors = dict[str, list[tuple["TensorStorageMetadata", "ChunkStorageMetadata", Location]]]  # each tensor's chunks
 
 
 def _index(
@@ -210,7 +204,9 @@ def _prefix(weights: list[str], states: list[str]) -> str:
     return firsts.pop() if len(firsts) == 1 and "model." in firsts else ""
 
 
-def _chunk_shard(found: Foreign, name: str, shape: tuple[int, ...], chunk: _Chunk, where: dict[str, Location]) -> Shard:
+def _chunk_shard(
+    found: Foreign, name: str, shape: tuple[int, ...], chunk: ChunkStorageMetadata, where: dict[str, Location]
+) -> Shard:
     """Return a block of a tensor as a shard, with a `TensorSlice` if its rows are incomplete."""
     offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
     columns = [dim for dim in range(1, len(shape)) if sizes[dim] != shape[dim]]

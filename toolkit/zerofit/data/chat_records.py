@@ -106,61 +106,53 @@ def judged_answers(row: Record, text_field: str, where: str) -> Problem | None:
     """Return a problem if a record has good and bad answers, which zerofit does not train on."""
     # The full text would teach the bad answers too. The prompt alone would teach no answers.
     has = {name for name, value in row.items() if value is not None}
-    judged = next((judged for judged in _JUDGED if has >= judged.fields), None)
+    judged = next((judged for judged in _JUDGED if has >= judged[0]), None)
     if judged is None or text_field in has:
         return None
-    # `keep` is jq's expression for the good answers of such a record.
-    command = _command(judged.keep, "good.jsonl")
+    _, title, trainer, keep = judged
+    command = _command(keep, "good.jsonl")
     # DPO records may have the full conversation, as messages or as text, in place of an answer.
     if isinstance(row.get("chosen"), list):
         command = _command("{messages: .chosen}", "good.jsonl")
     elif isinstance(row.get("chosen"), str) and "prompt" not in has:
         command = "--text-field chosen"
-    message = f"{where}: a {judged.title}; zerofit trains on all text, so it would also learn bad answers"
-    hint = f"TRL's {judged.trainer} trains on these records; to learn the good answers alone: {command}"
+    message = f"{where}: a {title}; zerofit trains on all text, so it would also learn bad answers"
+    hint = f"TRL's {trainer} trains on these records; to learn the good answers alone: {command}"
     return Problem(kind="judged-answers", message=message, hint=hint, where=where)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Judged:
-    """Records that need one of TRL's training methods. The names of their fields identify them."""
-
-    fields: frozenset[str]
-    title: str
-    trainer: str  # TRL's
-    keep: str  # jq's expression for what can be learned of a record
-
-
+# Records that need one of TRL's training methods: fields that identify them, what they are, TRL's trainer, and jq's
+# expression for what can be learned of a record.
 _JUDGED = (
-    _Judged(
-        fields=frozenset({"chosen", "rejected"}),
-        title="preference record (one answer is chosen, one rejected)",
-        trainer="DPOTrainer",
-        keep="{prompt, completion: .chosen}",
+    (
+        {"chosen", "rejected"},
+        "preference record (one answer is chosen, one rejected)",
+        "DPOTrainer",
+        "{prompt, completion: .chosen}",
     ),
-    _Judged(
-        fields=frozenset({"preferred_output", "non_preferred_output"}),
-        title="preference record (one answer is preferred)",
-        trainer="DPOTrainer",
-        keep="{messages: (.input.messages + .preferred_output)}",
+    (
+        {"preferred_output", "non_preferred_output"},
+        "preference record (one answer is preferred)",
+        "DPOTrainer",
+        "{messages: (.input.messages + .preferred_output)}",
     ),
-    _Judged(
-        fields=frozenset({"completion", "label"}),
-        title="KTO record (a label marks the completion as good or bad)",
-        trainer="KTOTrainer",
-        keep="select(.label) | {prompt, completion}",
+    (
+        {"completion", "label"},
+        "KTO record (a label marks the completion as good or bad)",
+        "KTOTrainer",
+        "select(.label) | {prompt, completion}",
     ),
-    _Judged(
-        fields=frozenset({"kto_tag"}),
-        title="KTO record (a tag marks the conversation as good or bad)",
-        trainer="KTOTrainer",
-        keep="select(.kto_tag) | del(.kto_tag)",
+    (
+        {"kto_tag"},
+        "KTO record (a tag marks the conversation as good or bad)",
+        "KTOTrainer",
+        "select(.kto_tag) | del(.kto_tag)",
     ),
-    _Judged(
-        fields=frozenset({"completions", "labels"}),
-        title="record of steps (a label marks each as right or wrong)",
-        trainer="PRMTrainer",
-        keep='select(.labels | all) | {prompt, completion: (.completions | join("\\n"))}',
+    (
+        {"completions", "labels"},
+        "record of steps (a label marks each as right or wrong)",
+        "PRMTrainer",
+        'select(.labels | all) | {prompt, completion: (.completions | join("\\n"))}',
     ),
 )
 

@@ -86,7 +86,7 @@ IMAGE_SOURCES: dict[str, Callable[[str, Run, Task, Reporter], Data]] = {  # call
     "synthetic": open_synthetic_images,
 }
 
-TABLE_SOURCES: dict[str, Callable[[str, Run, Reporter], Data]] = {  # called with the full name
+TABLE_SOURCES: dict[str, Callable[[str, Run], Data]] = {  # called with the full name
     "csv": open_table,
     "npy": open_table,
     "synthetic": open_synthetic_table,
@@ -193,7 +193,7 @@ def open_data(
     check_data(name, task)
     word, argument = split_name(name)
     if task == "table":
-        return TABLE_SOURCES[word](name, run, progress)
+        return TABLE_SOURCES[word](name, run)
     length = seq_len or run.seq_len or DEFAULT_SEQ_LEN
     if has_head(task) and word == "synthetic":
         return open_synthetic_labelled(name, run, task, length)
@@ -203,7 +203,7 @@ def open_data(
         known = label_names(find(run.model)) if known is None and has_head(task) else known or ()
         return open_labelled(name, run, task, length, known, progress)
     if gives_loss(task):
-        return open_synthetic_named(name, run, task, length)
+        return open_synthetic_named(name, run, length)
     if not is_text(task):
         return _open_images(name, word, run, task, progress)
     if word == "synthetic":

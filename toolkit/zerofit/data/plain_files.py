@@ -10,7 +10,7 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 from zerofit.data.base import NAMED
 from zerofit.spec.errors import Problem, UserError
@@ -41,14 +41,6 @@ _OTHERS: tuple[tuple[bytes, str, str], ...] = (
 _TAR = 257  # position of the magic of a tar archive
 
 
-class _Decompressor(Protocol):
-    """A file opened by one of the decompressing libraries."""
-
-    def read(self, size: int, /) -> bytes: ...
-
-    def close(self) -> None: ...
-
-
 def open_plain(path: Path) -> IO[bytes]:
     """Open a file's content, decompressing gzip, bzip2, xz and zstd.
 
@@ -66,13 +58,13 @@ def open_plain(path: Path) -> IO[bytes]:
         raise UserError(_unreadable(path, error)) from None
 
 
-def _zstd(path: Path) -> _Decompressor:
+def _zstd(path: Path) -> object:
     import pyarrow
 
     return pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
 
 
-_DECOMPRESSED: dict[bytes, Callable[[Path], _Decompressor]] = {  # by a file's first bytes
+_DECOMPRESSED: dict[bytes, Callable[[Path], Any]] = {  # by a file's first bytes
     b"\x1f\x8b": gzip.GzipFile,
     b"BZh": bz2.BZ2File,
     b"\xfd7zXZ\x00": lzma.LZMAFile,
@@ -84,7 +76,7 @@ _DECOMPRESSED: dict[bytes, Callable[[Path], _Decompressor]] = {  # by a file's f
 class _Decompressed(io.RawIOBase):
     """The content of a compressed file; errors name the file."""
 
-    def __init__(self, path: Path, content: _Decompressor):
+    def __init__(self, path: Path, content: Any):  # a file object of one of the libraries
         self._path, self._content = path, content
 
     def readable(self) -> bool:

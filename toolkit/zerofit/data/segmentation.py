@@ -42,12 +42,9 @@ USUAL_SIZE = 256
 HINT = "use segmentation:PATH with PATH/images/NAME.jpg and PATH/masks/NAME.png, or these in PATH/train and PATH/val"
 
 
-@dataclass(frozen=True, kw_only=True)
-class MaskedImage:
-    """An image file and its mask file, relative to the user's folder."""
-
-    image: str
-    mask: str
+def mask_of(image: Path) -> Path:
+    """Return the mask file of an image file."""
+    return image.parent.with_name("masks") / f"{image.stem}.png"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +52,14 @@ class SegmentedImages(LabelledDataset):
     """Images and masks, decoded, cropped, resized and mirrored together when a batch needs them."""
 
     root: Path
-    pairs: tuple[MaskedImage, ...]
+    files: tuple[str, ...]  # images, relative to root
     size: int
     train: bool
     scaling: Scaling = IMAGENET
     decodes = True
 
     def __len__(self) -> int:
-        return len(self.pairs)
+        return len(self.files)
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
         """See Dataset.batch; labels are int64 (batch, size, size), -100 for pixels without a class."""
@@ -74,26 +71,28 @@ class SegmentedImages(LabelledDataset):
             crop = v2.RandomResizedCrop(self.size, scale=(SMALLEST, 1.0))
             transform = v2.Compose([crop, v2.RandomHorizontalFlip()])
         with torch.random.fork_rng(devices=[]):
-            samples = [self._pair(self.pairs[i], int(key), transform) for i, key in zip(indices, keys, strict=True)]
+            drawn = zip(indices, keys, strict=True)
+            samples = [_pair(self.root / self.files[i], int(key), transform) for i, key in drawn]
         mean, std = self.scaling.tensors()
         labels = torch.stack([mask for _, mask in samples]).long()
         images = torch.stack([image for image, _ in samples]).float().sub_(mean).div_(std)
         return {"inputs": images, "labels": labels.masked_fill_(labels == UNLABELLED, IGNORE_INDEX)}
 
-    def _pair(self, pair: MaskedImage, key: int, transform: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return an image, uint8 (3, size, size), and its mask, uint8 (size, size)."""
-        import torch
-        from PIL import Image
-        from torchvision import tv_tensors
-        from torchvision.transforms.v2.functional import pil_to_tensor
 
-        torch.default_generator.manual_seed(key)  # not the accelerator's
-        with Image.open(self.root / pair.image) as image, Image.open(self.root / pair.mask) as mask:
-            # torchvision transforms tensors of these types together: it mirrors both, and does not blend classes.
-            pixels = tv_tensors.Image(pil_to_tensor(as_rgb(image)))
-            classes = tv_tensors.Mask(torch.from_numpy(np.array(mask, dtype=np.uint8)))
-        image, mask = transform(pixels, classes)
-        return image.as_subclass(torch.Tensor), mask.as_subclass(torch.Tensor)
+def _pair(file: Path, key: int, transform: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an image, uint8 (3, size, size), and its mask, uint8 (size, size)."""
+    import torch
+    from PIL import Image
+    from torchvision import tv_tensors
+    from torchvision.transforms.v2.functional import pil_to_tensor
+
+    torch.default_generator.manual_seed(key)  # not the accelerator's
+    with Image.open(file) as image, Image.open(mask_of(file)) as mask:
+        # torchvision transforms tensors of these types together: it mirrors both, and does not blend classes.
+        pixels = tv_tensors.Image(pil_to_tensor(as_rgb(image)))
+        classes = tv_tensors.Mask(torch.from_numpy(np.array(mask, dtype=np.uint8)))
+    image, mask = transform(pixels, classes)
+    return image.as_subclass(torch.Tensor), mask.as_subclass(torch.Tensor)
 
 
 def open_segmentation(name: str, run: Run, task: Task, progress: Reporter) -> Data:
@@ -103,12 +102,12 @@ def open_segmentation(name: str, run: Run, task: Task, progress: Reporter) -> Da
     Raises UserError "data-missing", "empty-data", "bad-image" or "data-classes".
     """
     root = Path(name.removeprefix("segmentation:")).expanduser().absolute()
-    parts = [_pairs(root, folder) for folder in split_folders(root)]
-    values, bad = _checked(root, [pair for part in parts for pair in part], progress)
+    parts = [_images(root, folder) for folder in split_folders(root)]
+    values, bad = _checked(root, [file for part in parts for file in part], progress)
     if bad and not run.skip_bad:
         raise bad_images(f"{len(bad)} bad images or masks", root, bad)
-    good = [[pair for pair in part if pair.image not in bad] for part in parts]
-    train, valid = good if len(good) == 2 else split_by_name(good[0], lambda pair: pair.image)
+    good = [[file for file in part if file not in bad] for part in parts]
+    train, valid = good if len(good) == 2 else split_by_name(good[0], str)
     for what, part in (("training", train), ("validation", valid)):
         if not part:
             message = f"{root} has no readable {what} images with masks"
@@ -123,39 +122,38 @@ def open_segmentation(name: str, run: Run, task: Task, progress: Reporter) -> Da
         hint = "if some of these classes do not exist, renumber the others from 0 without gaps"
         notes.append(f"{found}, so the model has {classes} classes; {hint}")
     size = run.image_size or USUAL_SIZE
-    images = SegmentedImages(root=root, pairs=tuple(train), size=size, train=True)
+    images = SegmentedImages(root=root, files=tuple(train), size=size, train=True)
     return Data(
         name=name,
         train=images,
-        valid=replace(images, pairs=tuple(valid), train=False),
+        valid=replace(images, files=tuple(valid), train=False),
         inputs=SegmentationInputs(channels=3, size=size, classes=classes, **IMAGENET.units()),
         notes=tuple(notes),
     )
 
 
-def _pairs(root: Path, folder: Path) -> list[MaskedImage]:
-    """Return a folder's images with their masks, sorted. Raises UserError if a mask is missing."""
+def _images(root: Path, folder: Path) -> list[str]:
+    """Return a folder's images, sorted, relative to `root`. Raises UserError if a mask is missing."""
     images, masks = folder / "images", folder / "masks"
     for folder_of_files in (images, masks):
         if not folder_of_files.is_dir():
             message = f"--data segmentation: {folder_of_files} is not a folder"
             raise data_error("data-missing", message, HINT)
     files = sorted(f for f in images.iterdir() if f.suffix.lower() in SUFFIXES and is_own(f.name))
-    missing = [file.name for file in files if not (masks / f"{file.stem}.png").is_file()]
+    missing = [file.name for file in files if not mask_of(file).is_file()]
     if missing:
         message = f"{len(missing)} images in {images} have no mask: {', '.join(missing[:NAMED])}"
         raise data_error("data-missing", message, HINT)
-    prefix = folder.relative_to(root)
-    return [MaskedImage(image=str(prefix / "images" / f.name), mask=str(prefix / f"masks/{f.stem}.png")) for f in files]
+    return [str(file.relative_to(root)) for file in files]
 
 
 # The number of classes is known only after reading all masks, so they are read once before training.
-def _checked(root: Path, pairs: list[MaskedImage], progress: Reporter) -> tuple[list[int], dict[str, str]]:
+def _checked(root: Path, files: list[str], progress: Reporter) -> tuple[list[int], dict[str, str]]:
     """Return the classes that occur, and bad images with reasons, and cache them."""
     # Unlike for image folders, one result covers all files: the number of classes depends on every mask.
-    stats = [(root / file).stat() for pair in pairs for file in (pair.image, pair.mask)]
+    stats = [file.stat() for name in files for file in (root / name, mask_of(root / name))]
     stamps = [f"{stat.st_size} {stat.st_mtime_ns}" for stat in stats]
-    digest = text_digest(str(root), FORMAT, *(pair.image for pair in pairs), *stamps)
+    digest = text_digest(str(root), FORMAT, *files, *stamps)
     store = cache_root() / "masks" / f"{digest}.json"
     with cache_errors(str(root)):
         store.parent.mkdir(parents=True, exist_ok=True)
@@ -165,19 +163,19 @@ def _checked(root: Path, pairs: list[MaskedImage], progress: Reporter) -> tuple[
                 return known["values"], known["bad"]
             except (OSError, ValueError, KeyError):
                 checking = f"checking the masks in {root}"
-                checks = decode_all(checking, pairs, lambda pair: _check_pair(root, pair), progress)
-                bad = {pair.image: reason for pair, (_, reason) in zip(pairs, checks, strict=True) if reason}
+                checks = decode_all(checking, files, lambda name: _check_pair(root / name), progress)
+                bad = {name: reason for name, (_, reason) in zip(files, checks, strict=True) if reason}
                 values = sorted(set[int]().union(*(found for found, _ in checks)))
                 write_text(store, json.dumps({"values": values, "bad": bad}))
                 return values, bad
 
 
-def _check_pair(root: Path, pair: MaskedImage) -> tuple[list[int], str]:
+def _check_pair(file: Path) -> tuple[list[int], str]:
     """Return the classes in the mask, none for a bad pair, and what is wrong, "" if nothing."""
     from PIL import Image
 
     try:
-        with Image.open(root / pair.image) as image, Image.open(root / pair.mask) as mask:
+        with Image.open(file) as image, Image.open(mask_of(file)) as mask:
             as_rgb(image)
             if mask.tile and str(mask.tile[0][3]).startswith("L;"):  # Pillow scales the values to 0 to 255
                 return [], "the mask has gray values of 2 or 4 bits; save it with 8 bits"

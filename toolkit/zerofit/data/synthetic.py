@@ -55,7 +55,7 @@ def open_synthetic_images(name: str, run: Run, task: Task, progress: Reporter) -
     return _split(name, make, ImageInputs(channels=3, size=size, classes=classes), 50_000, 2_000)
 
 
-def open_synthetic_table(name: str, run: Run, progress: Reporter) -> Data:
+def open_synthetic_table(name: str, run: Run) -> Data:
     """Open rows of 10 numbers around the centers of 10 classes (N with `synthetic:N`)."""
     classes = _size(name, default=10, what="classes")
     # Philox, since the same seed must give the same rows in all processes and on all machines
@@ -80,7 +80,7 @@ def open_synthetic_text(name: str, run: Run, task: Task, seq_len: int) -> Data:
     return replace(_split(name, make, inputs, 16_384, 512), unigram_entropy_nats=float(np.log(used)))
 
 
-def open_synthetic_named(name: str, run: Run, task: Task, seq_len: int) -> Data:
+def open_synthetic_named(name: str, run: Run, seq_len: int) -> Data:
     """Open noise in the shapes of the model's inputs, which shows memory and speed only."""
     if ":" in name:
         message, hint = f"--data {name}: the model has its own vocabulary", "use --data synthetic"

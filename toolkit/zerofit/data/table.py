@@ -14,7 +14,6 @@ from zerofit.data.hashing import stratified_fifth
 from zerofit.data.plain_files import open_cells
 from zerofit.models.inputs import TableInputs
 from zerofit.spec.errors import nearest
-from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 from zerofit.spec.units import counted
 
@@ -52,7 +51,7 @@ class _Table:
     broken: tuple[str, ...] = ()  # "line 3: why"
 
 
-def open_table(name: str, run: Run, progress: Reporter) -> Data:
+def open_table(name: str, run: Run) -> Data:
     """Open csv:FILE[:COLUMN] or npy:FILE[:COLUMN]; COLUMN, by default the last, has the labels.
 
     A fixed fifth of each class is held out. Features are standardized by mean and deviation of the training rows.

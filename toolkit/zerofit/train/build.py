@@ -102,14 +102,14 @@ def stored_by_engine(job: Job) -> Stored:
 def _partitioned_from_birth(source: ModelSource, ds_config: dict[str, object], inputs: Inputs | None) -> Iterator[bool]:
     """Make transformers build the model under zero.Init, if possible. Yield whether it does."""
     zero: dict[str, object] = get(ds_config, "zero_optimization", {})
-    if source.family != "transformers" or zero.get("stage", 0) != 3 or zero.get("zenflow") is not None:
-        yield False  # ZenFlow transposes only weights that are not partitioned
-        return
-    if _is_quantized(source):
-        yield False  # bitsandbytes quantizes full weights, which are partitioned afterwards
-        return
-    if drawn_head(source, inputs):
-        yield False  # transformers cannot load a folder into partitions of another shape (integrations/deepspeed.py)
+    if (
+        (source.family != "transformers" or zero.get("stage", 0) != 3)
+        or zero.get("zenflow") is not None  # ZenFlow transposes only weights that are not partitioned
+        or _is_quantized(source)  # bitsandbytes quantizes full weights, which are partitioned afterwards
+        # transformers cannot load a folder into partitions of another shape (integrations/deepspeed.py)
+        or drawn_head(source, inputs)
+    ):
+        yield False
         return
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
