@@ -96,7 +96,7 @@ def measured(job: Job, folder: RunFolder, rounds: int) -> dict[str, Any]:
 
     from zerofit.checkpoint import safe_load
     from zerofit.checkpoint.store import Store
-    from zerofit.data import open_data
+    from zerofit.data.opening import open_data
     from zerofit.spec.events import Reporter
     from zerofit.spec.files import sync_file
     from zerofit.spec.mesh import coords_of

@@ -23,7 +23,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 from turns import Player, Turn
 
-from zerofit.data import Order, open_data
+from zerofit.data.loader import Order
+from zerofit.data.opening import open_data
 from zerofit.models.build import build, parameter_groups
 from zerofit.models.catalog import find
 from zerofit.models.inputs import Inputs

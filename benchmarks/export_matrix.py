@@ -31,7 +31,8 @@ from zerofit.checkpoint.export import export
 from zerofit.checkpoint.model_folder import read_model_info
 from zerofit.checkpoint.store import locate
 from zerofit.checkpoint.universal import convert
-from zerofit.data import eval_batches, open_data
+from zerofit.data.loader import eval_batches
+from zerofit.data.opening import open_data
 from zerofit.launch.host import environment, this_machine
 from zerofit.launch.local import free_port, launcher
 from zerofit.models.build import build

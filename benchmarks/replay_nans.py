@@ -24,7 +24,8 @@ from tests.ranks.pool import RankPool
 from tests.train.own_models import fingerprint
 from zerofit.app import replaying
 from zerofit.checkpoint.store import marks_of, read_manifest
-from zerofit.data import Order, open_data
+from zerofit.data.loader import Order
+from zerofit.data.opening import open_data
 from zerofit.explain.not_finite import Replay
 from zerofit.spec.errors import Problem
 from zerofit.spec.events import Reporter

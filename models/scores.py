@@ -141,7 +141,7 @@ def write_targets(
 
 
 def compared(written: Tensor, labels: Tensor, real: Sequence[bool], data: Any) -> list[tuple[str, str]]:
-    """Return (reference, generated text) of real samples, decoded by a zerofit.data.Data."""
+    """Return (reference, generated text) of real samples, decoded by a zerofit.data.base.Data."""
     pairs = []
     for ids, label_ids, is_real in zip(written.tolist(), labels.tolist(), real, strict=True):
         if is_real:

@@ -24,7 +24,8 @@ import zerofit as zf
 from zerofit.app.training.prepare_folder import make_ready
 from zerofit.app.training.train import prepare
 from zerofit.config.ds_json import read_for_run
-from zerofit.data import Order, open_data
+from zerofit.data.loader import Order
+from zerofit.data.opening import open_data
 from zerofit.launch.host import environment, this_machine
 from zerofit.launch.local import free_port
 from zerofit.launch.ops import build_ops, needed_ops

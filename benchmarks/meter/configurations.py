@@ -16,7 +16,7 @@ import torch
 
 from zerofit.app.training.train import prepare
 from zerofit.config.ds_json import read_for_run
-from zerofit.data import open_data
+from zerofit.data.opening import open_data
 from zerofit.features.optimizers import OPTIMIZERS
 from zerofit.simulate.record import SimulationTarget
 from zerofit.spec.events import Reporter

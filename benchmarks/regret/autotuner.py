@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.app.tuning.job import TuneJob
-from zerofit.data import open_data
+from zerofit.data.opening import open_data
 from zerofit.launch.host import environment, this_machine
 from zerofit.models.inputs import ImageInputs, TextInputs
 from zerofit.spec.events import Reporter

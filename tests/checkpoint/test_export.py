@@ -18,7 +18,8 @@ from tests.checkpoint.made import Made, make
 from zerofit.checkpoint.export import export
 from zerofit.checkpoint.model_folder import read_model_info
 from zerofit.checkpoint.store import locate
-from zerofit.data import eval_batches, open_data
+from zerofit.data.loader import eval_batches
+from zerofit.data.opening import open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import ImageInputs, TextInputs

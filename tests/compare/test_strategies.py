@@ -13,7 +13,8 @@ from tests.compare.ranks import Ranks
 from zerofit.app.comparing.processes import one_server
 from zerofit.compare.benchmark_task import PACE_S, STRAGGLER, pause_s
 from zerofit.compare.job import MOMENTUM, STRATEGIES, CompareJob
-from zerofit.data import Order, open_data
+from zerofit.data.loader import Order
+from zerofit.data.opening import open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.spec.events import Reporter

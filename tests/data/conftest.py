@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zerofit.data import open_data
+from zerofit.data.opening import open_data
 from zerofit.spec.errors import UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run

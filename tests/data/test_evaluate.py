@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from zerofit.data import eval_batch_count, eval_batches, eval_indices
+from zerofit.data.loader import eval_batch_count, eval_batches, eval_indices
 
 
 def test_images_each_once_and_a_limit_is_spread(opened):

@@ -5,8 +5,8 @@ import pytest
 import torch
 from PIL import Image
 
-from zerofit.data import Order, default_workers, eval_batches, micro_batches
 from zerofit.data.imagefolder import ImageFile
+from zerofit.data.loader import Order, default_workers, eval_batches, micro_batches
 
 CLASSES = ("cat", "dog", "eel")
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from zerofit.data import Order, default_workers, image_sources, micro_batches
+from zerofit.data import image_sources
 from zerofit.data.image_sources import PixelImages, Scaling
+from zerofit.data.loader import Order, default_workers, micro_batches
 from zerofit.data.synthetic import POOL
 
 

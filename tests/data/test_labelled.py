@@ -13,8 +13,9 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from zerofit.data import labelled_rows, open_data
+from zerofit.data import labelled_rows
 from zerofit.data.jsonl import JsonlSet
+from zerofit.data.opening import open_data
 from zerofit.models.inputs import LabelledTextInputs, NamedInputs
 from zerofit.spec.errors import UserError
 from zerofit.spec.events import Reporter

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from zerofit.data import KINDS, default_data, split_name
-from zerofit.data.opening import IMAGE_SOURCES, TABLE_SOURCES, TEXT_SOURCES, check_data
+from zerofit.data.opening import IMAGE_SOURCES, KINDS, TABLE_SOURCES, TEXT_SOURCES, check_data, default_data, split_name
 from zerofit.spec.errors import UserError
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests.data.chats import write_tokenizer
-from zerofit.data import Order, stream
+from zerofit.data import stream
+from zerofit.data.loader import Order
 
 LENGTH, WINDOWS = 16, 5
 BLOCK = LENGTH * WINDOWS

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from zerofit.data import eval_batches, eval_indices
+from zerofit.data.loader import eval_batches, eval_indices
 from zerofit.data.text import CausalText, MaskedText
 from zerofit.data.token_cache import TokenFile
 

@@ -13,7 +13,7 @@ import pytest
 OPEN = """
 import sys
 import zerofit.data.token_cache as cache
-from zerofit.data import open_data
+from zerofit.data.opening import open_data
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 {patch}

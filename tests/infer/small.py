@@ -13,7 +13,9 @@ from torch.nn import functional
 
 from tests.models.small import TEXT, TRANSFORMERS
 from zerofit.checkpoint.model_folder import ModelInfo
-from zerofit.data import Data, eval_indices, open_data
+from zerofit.data.base import Data
+from zerofit.data.loader import eval_indices
+from zerofit.data.opening import open_data
 from zerofit.infer.evaluate import EvalSamples, evaluate, figures_of
 from zerofit.infer.limits import MemoryLimits, uncounted_bytes
 from zerofit.infer.placement import Placement, place
@@ -65,7 +67,7 @@ def data_of(saved: SavedModel) -> Data:
 
 def reference(model: nn.Module, data: Data, top: int = 5) -> tuple[float, float, float]:
     """Mean cross entropy and shares of right answers over the first evaluated samples, in float64 by plain torch."""
-    from zerofit.data import eval_batches
+    from zerofit.data.loader import eval_batches
 
     batches = list(eval_batches(data.valid, 0, 1, SAMPLES, SAMPLES))
     assert len(batches) == 1

@@ -10,7 +10,7 @@ from tests.infer import own
 from tests.infer.small import CPU, SAMPLES, data_of, figures, loaded, save, save_small
 from tests.models.small import IMAGES, TEXT, TRANSFORMERS
 from zerofit.checkpoint.model_folder import ModelInfo
-from zerofit.data import eval_batches
+from zerofit.data.loader import eval_batches
 from zerofit.infer.evaluate import EvalFigures, EvalSamples, cross_entropy_counts, evaluate, figures_of, working_bytes
 from zerofit.infer.saved_model import open_saved
 from zerofit.models.build import build

@@ -115,7 +115,7 @@ def test_published_names_that_torchvision_renames(tmp_path):
 
 
 def test_images_follow_the_weights(tmp_path):
-    from zerofit.data import open_data
+    from zerofit.data.opening import open_data
     from zerofit.spec.events import Reporter
 
     file = tmp_path / "preprocessor_config.json"

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from tests.train.reference import Plan, digits, follow, relative_difference, text_windows, train, write_corpus
 from zerofit.config.ds_json import read_for_run
 from zerofit.config.validate import TENSOR_PARALLEL_TYPES
-from zerofit.data import Order, open_data
-from zerofit.data.loader import eval_indices
+from zerofit.data.loader import Order, eval_indices
+from zerofit.data.opening import open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import ImageInputs, TextInputs

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from zerofit.data import Order, open_data
+from zerofit.data.loader import Order
+from zerofit.data.opening import open_data
 from zerofit.models.batch_norm import synchronize_batch_norms
 from zerofit.models.build import build
 from zerofit.models.catalog import find

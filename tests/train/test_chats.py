@@ -17,7 +17,7 @@ from tests.train.small import LLAMA_SIZES
 from tests.train.test_agreement import load
 from tests.train.test_restore import numbers, same, state
 from zerofit.app.inference import evaluate
-from zerofit.data import open_data
+from zerofit.data.opening import open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.spec.errors import UserError

@@ -19,7 +19,7 @@ from sklearn.metrics import accuracy_score, f1_score
 from tests.train.reference import Plan, relative_difference, sample_order
 from zerofit.app.inference import evaluate, generate
 from zerofit.checkpoint.export import export
-from zerofit.data import open_data
+from zerofit.data.opening import open_data
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 

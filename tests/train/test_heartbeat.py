@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zerofit.data import Dataset, Order, micro_batches
+from zerofit.data.base import Dataset
+from zerofit.data.loader import Order, micro_batches
 from zerofit.train import heartbeat
 from zerofit.train.callbacks import EventLog
 from zerofit.train.heartbeat import TRAINING, Heartbeat, RankProgress

@@ -10,8 +10,10 @@ from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchvision.transforms import v2
 
-from zerofit.data import Order, StepImages, micro_batches, open_data
 from zerofit.data.hashing import sample_hashes
+from zerofit.data.loader import Order, micro_batches
+from zerofit.data.mixing import StepImages
+from zerofit.data.opening import open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.spec.errors import UserError

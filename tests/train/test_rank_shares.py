@@ -18,7 +18,8 @@ import zerofit as zf
 from tests.train.own_models import Unequal
 from zerofit.app.job.resolve import InputSource, resolve_job
 from zerofit.config.batch import shared_out
-from zerofit.data import Order, open_data
+from zerofit.data.loader import Order
+from zerofit.data.opening import open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.plan.layout import PlannedLayout

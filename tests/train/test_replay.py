@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.train.own_models import fingerprint
-from zerofit.data import Order, open_data
+from zerofit.data.loader import Order
+from zerofit.data.opening import open_data
 from zerofit.explain.not_finite import Replay, cause_of
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import read_jsonl

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from tests.train.own_models import OwnLoss, fingerprint
 from tests.train.reference import Plan, sample_order
-from zerofit.data import open_data
+from zerofit.data.opening import open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import ImageInputs

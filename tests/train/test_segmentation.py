@@ -15,7 +15,7 @@ from sklearn.metrics import accuracy_score, confusion_matrix, jaccard_score
 from torch.nn import functional
 
 from zerofit.app.inference import evaluate
-from zerofit.data import open_data
+from zerofit.data.opening import open_data
 from zerofit.models.build import build, check_forward, forward_logits
 from zerofit.models.catalog import find
 from zerofit.models.inputs import SegmentationInputs, inputs_from_dict, inputs_to_dict

@@ -8,9 +8,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from zerofit.data import Data, open_data, split_name
+from zerofit.data.base import Data
 from zerofit.data.chats import ChatRows
-from zerofit.data.opening import kind_of_file
+from zerofit.data.opening import kind_of_file, open_data, split_name
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, IGNORE_INDEX

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from zerofit.data import split_name
+from zerofit.data.opening import split_name
 from zerofit.infer.evaluate import EvalSamples, EvalScores, figures_of, open_eval_data, scratch_folder
 from zerofit.infer.evaluate import evaluate as evaluate_model
 from zerofit.infer.evaluate import working_bytes as eval_bytes

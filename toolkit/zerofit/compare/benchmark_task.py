@@ -17,9 +17,10 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from zerofit.compare.job import MOMENTUM, WARM, CompareJob, RankReport
-from zerofit.data import Order, open_data
 from zerofit.data.base import Integers
 from zerofit.data.hashing import sample_hashes
+from zerofit.data.loader import Order
+from zerofit.data.opening import open_data
 from zerofit.models.batch_norm import batch_norms
 from zerofit.models.build import build
 from zerofit.models.catalog import find

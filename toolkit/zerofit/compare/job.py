@@ -47,7 +47,7 @@ class CompareJob:
 
     @property
     def run(self) -> Run:
-        """A run with the same data and model, for `zerofit.data.open_data`."""
+        """A run with the same data and model, for `zerofit.data.opening.open_data`."""
         root = Path(self.data_root) if self.data_root else None
         names = ("model", "model_args", "data", "image_size", "seq_len", "tokenizer", "seed")
         # Strategies pass only tokens to a model, and packed text also needs the beginnings of its documents.

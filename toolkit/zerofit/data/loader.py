@@ -45,7 +45,6 @@ class Order:
 
     n: int  # number of samples in the data set
     seed: int
-    shuffle: bool = True
     block: int | None = None  # shuffle only within blocks of this many samples, in order (a stream)
 
     @classmethod
@@ -60,8 +59,7 @@ class Order:
             size = self.block or self.n
             epoch, offset = divmod(start, size)
             end = min(stop, (epoch + 1) * size)
-            order = _epoch_order(size, self.seed % 2**64, epoch if self.shuffle else None)
-            part = order[offset : offset + end - start]
+            part = _epoch_order(size, self.seed % 2**64, epoch)[offset : offset + end - start]
             parts.append(part + epoch * size if self.block else part)
             start = end
         if len(parts) == 1:
@@ -77,14 +75,11 @@ class Order:
 
 
 @lru_cache(maxsize=3)
-def _epoch_order(n: int, seed: int, epoch: int | None) -> np.ndarray:
-    """Return a permutation of range(n); the identity if `epoch` is None."""
-    if epoch is None:
-        order = np.arange(n)
-    else:
-        # A counter-based generator has a stream for each key, so no epoch depends on those before it.
-        key = np.array([seed, epoch], dtype=np.uint64)
-        order = np.random.Generator(np.random.Philox(key=key)).permutation(n)
+def _epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
+    """Return a permutation of range(n)."""
+    # A counter-based generator has a stream for each key, so no epoch depends on those before it.
+    key = np.array([seed, epoch], dtype=np.uint64)
+    order = np.random.Generator(np.random.Philox(key=key)).permutation(n)
     order.setflags(write=False)  # all callers share this array
     return order
 

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zerofit.data import Data, default_data, default_workers, eval_batches, eval_indices, open_data
+from zerofit.data.base import Data
 from zerofit.data.chat_template import CHAT_TEMPLATE
 from zerofit.data.labelled import refuse_unknown_classes
+from zerofit.data.loader import default_workers, eval_batches, eval_indices
+from zerofit.data.opening import default_data, open_data
 from zerofit.data.tokenizer import has_tokenizer
 from zerofit.infer.guards import failures, guarded
 from zerofit.infer.limits import Device

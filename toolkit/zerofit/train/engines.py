@@ -24,7 +24,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from zerofit.check.dotted import get
 from zerofit.config.recipe import warmup_steps
-from zerofit.data import Data, eval_batches
+from zerofit.data.base import Data
+from zerofit.data.loader import eval_batches
 from zerofit.features.optimizers import has_weight_decay, of_json
 from zerofit.models.build import batch_keys, forward_logits, forward_named, output_part, parameter_groups
 from zerofit.models.checkpointing import keep_on_host

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zerofit.data import Data
+from zerofit.data.base import Data
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.dtypes import DTYPES

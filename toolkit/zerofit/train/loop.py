@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zerofit.data import Data, Order, StepImages, default_workers, eval_batch_count, eval_batches, micro_batches
-from zerofit.data.mixing import MicroSlice
+from zerofit.data.base import Data
+from zerofit.data.loader import Order, default_workers, eval_batch_count, eval_batches, micro_batches
+from zerofit.data.mixing import MicroSlice, StepImages
 from zerofit.models.batch_norm import batch_norms
 from zerofit.models.inputs import LabelledTextInputs, SegmentationInputs
 from zerofit.models.scores import class_scores, mean_iou

@@ -61,7 +61,7 @@ class MetricsRecorder:
         requests: StopRequests,
         counts: Mapping[str, int] | None = None,
     ):
-        """Start recording. `counts`: the counts of the run's data (see `zerofit.data.Data`)."""
+        """Start recording. `counts`: the counts of the run's data (see `zerofit.data.base.Data`)."""
         self._job, self._device, self._requests = job, device, requests
         self._counts = counts or {}
         self._on_step = overridden(callbacks, "on_step")

@@ -25,8 +25,10 @@ from zerofit.checkpoint.adapters import write_adapters
 from zerofit.checkpoint.model_folder import CARD, ModelInfo
 from zerofit.checkpoint.published import PublishedFiles, PublishedModel
 from zerofit.config.batch import shared_out
-from zerofit.data import Data, Order, open_data
+from zerofit.data.base import Data
 from zerofit.data.chat_template import tokenizer_files
+from zerofit.data.loader import Order
+from zerofit.data.opening import open_data
 from zerofit.models.catalog import source_of
 from zerofit.models.dtypes import torch_name
 from zerofit.models.inputs import Inputs, are_tokenized

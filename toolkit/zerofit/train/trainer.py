@@ -17,7 +17,7 @@ from deepspeed.moe.ep_experts import GroupedExperts
 from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor, nn
 
-from zerofit.data import Data
+from zerofit.data.base import Data
 from zerofit.spec.mesh import RankCoords
 from zerofit.spec.run_folder import Job, Layout, RunFolder
 from zerofit.train.tensor_split import gathered_experts, published_names

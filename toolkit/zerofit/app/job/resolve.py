@@ -19,7 +19,8 @@ from zerofit.config.decide import Decision, decide, resolve, where, with_recipe
 from zerofit.config.ds_json import read_for_run
 from zerofit.config.recipe import Kind
 from zerofit.config.validate import check_machine, check_model, most_stages
-from zerofit.data import Data, check_data, default_data, open_data
+from zerofit.data.base import Data
+from zerofit.data.opening import check_data, default_data, open_data
 from zerofit.data.tokenizer import has_tokenizer
 from zerofit.launch.host import this_machine
 from zerofit.launch.ops import libaio_problems

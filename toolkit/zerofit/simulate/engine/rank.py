@@ -22,7 +22,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from zerofit.data import mixes
+from zerofit.data.mixing import mixes
 from zerofit.features.optimizers import OPTIMIZERS
 from zerofit.features.zero import features_on
 from zerofit.models.build import UNCHECKED, build, empty_batch
