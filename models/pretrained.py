@@ -147,23 +147,6 @@ def load_pretrained(model: nn.Module, source: ModelSource, inputs: Inputs | None
     return model
 
 
-def notes_on(model: nn.Module, source: ModelSource, inputs: Inputs | None) -> list[str]:
-    """Return notes for the user about how a file's weights are used. The model may be on meta."""
-    assert source.pretrained
-    weights = open_weights(Path(source.pretrained))
-    matched, notes = match(model, source, inputs, weights), []
-    if matched.head is not None and isinstance(inputs, ImageInputs):
-        notes.append(drawn_anew(matched.head, matched.head_classes, str(weights.path), inputs))
-    if matched.left_out:
-        notes.append(f"{weights.path} has auxiliary heads that are not used: {', '.join(matched.left_out)}")
-    return notes
-
-
-def drawn_anew(head: str, classes: int, where: str, inputs: ImageInputs) -> str:
-    """Return the note that a head is initialized at random."""
-    return f"the head ({head}) is initialized at random: {where} has {classes} classes, the data has {inputs.classes}"
-
-
 def _renamed(name: str, shapes: Container[str]) -> str:
     if name in shapes:
         return name
