@@ -23,9 +23,9 @@ print(data.train.tokens, data.valid.tokens)
 SLOW = """
 import time
 put = cache.SplitWriter.put
-def slow(self, part, values):
-    put(self, part, values)
-    self._files[part].flush()
+def slow(self, split, part, values):
+    put(self, split, part, values)
+    self._files[split, part].flush()
     open(sys.argv[2], "a").write("x")
     time.sleep({seconds})
 cache.SplitWriter.put = slow

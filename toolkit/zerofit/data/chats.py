@@ -231,18 +231,17 @@ def open_chat_tokens(source: ChatSource, template: ChatTemplate, progress: Repor
     dtypes: dict[str, str] = dict(zip(PARTS, (ids, "bool", "int64"), strict=True))
 
     def write(staging: Path, documents: int) -> None:
-        writers = {split: SplitWriter(staging, split, dtypes, ("starts",)) for split in SPLITS}
+        writer = SplitWriter(staging, dtypes, ("starts",))
         unused: dict[str, Counter[str]] = {split: Counter() for split in SPLITS}
         with progress.task(f"{source.records.name}: tokenizing", documents, "conversations") as task:
             for piece, chat in without_problems(_encoded(source, template, documents)):
-                split = "valid" if piece.held_out else "train"
-                writers[split].put("ids", chat.ids)
-                writers[split].put("targets", chat.targets)
-                writers[split].end("starts", len(chat.ids))
+                split = SPLITS[piece.held_out]
+                writer.put(split, "ids", chat.ids)
+                writer.put(split, "targets", chat.targets)
+                writer.end(split, "starts", len(chat.ids))
                 unused[split].update(chat.unused)
                 task.advance()
-        for writer in writers.values():
-            writer.close()
+        writer.close()
         meta = {"format": FORMAT, "source": source.records.name, "tokenizer": template.tokenizer.name}
         write_meta(staging, {**meta, "unused": unused, "dtypes": dict.fromkeys(SPLITS, dtypes)})
 

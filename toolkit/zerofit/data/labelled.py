@@ -234,22 +234,21 @@ def _open_files(
     """Return a source's facts and files by split and part, and cache them."""
 
     def write(staging: Path, documents: int) -> None:
-        writers = {split: SplitWriter(staging, split, PARTS, ("starts", "label_starts")) for split in SPLITS}
+        writer = SplitWriter(staging, PARTS, ("starts", "label_starts"))
         meta: _Meta = {"rows": dict.fromkeys(SPLITS, 0), "classes": [], "cut": 0, "types": False}
         classes = defaultdict[str, int](count().__next__)  # numbered in the order of their first rows
         with progress.task(f"{source.name}: tokenizing", documents, "rows") as task:
             for row, sample in without_problems(_encoded(source, fields, encoder, classes, documents)):
-                split = "valid" if row.held_out else "train"
+                split = SPLITS[row.held_out]
                 for part, values in (("ids", sample.ids), ("types", sample.types), ("labels", sample.labels)):
-                    writers[split].put(part, values)
-                writers[split].end("starts", len(sample.ids))
-                writers[split].end("label_starts", len(sample.labels))
+                    writer.put(split, part, values)
+                writer.end(split, "starts", len(sample.ids))
+                writer.end(split, "label_starts", len(sample.labels))
                 meta["rows"][split] += 1
                 meta["cut"] += sample.cut
                 meta["types"] |= bool(sample.types.any())
                 task.advance()
-        for writer in writers.values():
-            writer.close()
+        writer.close()
         meta["classes"] = list(classes)
         write_meta(staging, {"format": FORMAT, "source": source.name, **meta})
 

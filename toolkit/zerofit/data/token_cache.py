@@ -19,7 +19,7 @@ from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_text
 
 FORMAT = "tokens-3"  # increase it if files or split rules change; old caches are then not used
-SPLITS = ("train", "valid")
+SPLITS = ("train", "valid")  # by whether a piece is held out
 BATCH_CHARACTERS, BATCH_PIECES = 1 << 20, 1024
 
 
@@ -42,27 +42,27 @@ class TokenFile:
 
 
 class SplitWriter:
-    """Writes the files SPLIT.PART of a split, sample by sample; each has one type of numbers."""
+    """Writes the files SPLIT.PART of both splits, sample by sample; each has one type of numbers."""
 
-    def __init__(self, folder: Path, split: str, dtypes: Mapping[str, str], starts: Sequence[str] = ()):
+    def __init__(self, folder: Path, dtypes: Mapping[str, str], starts: Sequence[str] = ()):
         """Open the files. `dtypes`: the type of each part's numbers.
 
         `starts`: the parts that contain offsets: the start of each sample, and after them the end of the last sample.
         """
         self._dtypes = dtypes
-        self._files = {part: (folder / f"{split}.{part}").open("wb") for part in dtypes}
-        self._ends = dict.fromkeys(starts, 0)
-        for part in starts:
-            self.put(part, np.zeros(1))  # where the first sample starts
+        self._files = {(split, part): (folder / f"{split}.{part}").open("wb") for split in SPLITS for part in dtypes}
+        self._ends = {(split, part): 0 for split in SPLITS for part in starts}
+        for split, part in self._ends:
+            self.put(split, part, np.zeros(1))  # where the first sample starts
 
-    def put(self, part: str, values: np.ndarray) -> None:
+    def put(self, split: str, part: str, values: np.ndarray) -> None:
         """Append numbers to a part."""
-        self._files[part].write(values.astype(self._dtypes[part]).data)
+        self._files[split, part].write(values.astype(self._dtypes[part]).data)
 
-    def end(self, starts: str, count: int) -> None:
+    def end(self, split: str, starts: str, count: int) -> None:
         """End a sample of `count` numbers."""
-        self._ends[starts] += count
-        self.put(starts, np.array([self._ends[starts]]))
+        self._ends[split, starts] += count
+        self.put(split, starts, np.array([self._ends[split, starts]]))
 
     def close(self) -> None:
         """Flush all files to disk."""
@@ -107,7 +107,7 @@ def open_tokens(source: TextSource, tokenizer: Tokenizer, progress: Reporter) ->
 
     def write(staging: Path, documents: int) -> None:
         dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-        writers = [SplitWriter(staging, split, {"ids": dtype}) for split in SPLITS]
+        writer = SplitWriter(staging, {"ids": dtype})
         unigrams = np.zeros((len(SPLITS), tokenizer.vocab_size), dtype=np.int64)
         with progress.task(f"{source.name}: tokenizing", source.size_bytes(), "bytes") as task:
             for batch in _batches(without_problems(source.pieces(documents))):
@@ -115,11 +115,10 @@ def open_tokens(source: TextSource, tokenizer: Tokenizer, progress: Reporter) ->
                 for piece, ids in zip(batch, encoded, strict=True):
                     tokens = np.append(ids.astype(dtype), np.array([tokenizer.eod_id] * piece.ends, dtype=dtype))
                     unigrams[int(piece.held_out)] += np.bincount(tokens, minlength=tokenizer.vocab_size)
-                    writers[piece.held_out].put("ids", tokens)  # False is the index of "train"
+                    writer.put(SPLITS[piece.held_out], "ids", tokens)
                 task.advance(sum(len(piece.text.encode()) for piece in batch))
         # `close` flushes the files, so it comes before meta.json, which marks the folder as complete.
-        for writer in writers:
-            writer.close()
+        writer.close()
         meta = {"format": FORMAT, "source": source.name, "tokenizer": tokenizer.name, "documents": documents}
         write_meta(staging, {**meta, "dtype": dtype, "unigrams": dict(zip(SPLITS, unigrams.tolist(), strict=True))})
 
