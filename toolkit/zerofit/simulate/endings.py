@@ -25,7 +25,7 @@ ERROR_LINES = 3  # of an exception's message
 MAY_FIT = "changes that may fit"  # the simulations of knobs, as progress and notes name them
 HINT = "free some memory on this machine, simulate fewer layers or one rank (--rank), or use a larger machine"
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU)
-_SAID = re.compile(
+_MEMORY_ERRORS = re.compile(
     r"\bMemoryError\b|[Cc]annot allocate memory|can't allocate memory|failed to map segment|std::bad_alloc"
 )
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in ', re.MULTILINE)  # Python's faulthandler
@@ -45,7 +45,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 def is_about_memory(text: str) -> bool:
     """Return whether the last lines of an output report too little memory."""
-    return bool(_SAID.search(text[-2000:]))  # a script may have caught an earlier MemoryError
+    return bool(_MEMORY_ERRORS.search(text[-2000:]))  # a script may have caught an earlier MemoryError
 
 
 def out_of_memory(peak_bytes: int = 0) -> Problem:

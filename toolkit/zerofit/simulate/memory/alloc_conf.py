@@ -51,14 +51,14 @@ class AllocatorSettings:
         return -(-size_bytes // unit) * unit
 
 
-def read_alloc_conf(text: str, where: str = "--alloc-conf") -> AllocatorSettings:
+def read_alloc_conf(text: str) -> AllocatorSettings:
     """Read the text of PYTORCH_CUDA_ALLOC_CONF. Raises UserError with all problems.
 
     >>> settings = read_alloc_conf("expandable_segments:True,roundup_power2_divisions:[64:8,>:4]")
     >>> settings.expandable_segments, settings.rounded_bytes(100 * MIB) == 104 * MIB
     (True, True)
     """
-    problems, found = Problems(), {}
+    problems, found, where = Problems(), {}, "--alloc-conf"
     for option in _options(text):
         name, _, value = option.partition(":")
         reader = _READERS.get(name)

@@ -28,7 +28,7 @@ Scratch = Callable[
 
 def flops_of(func: OpOverload, args: OpArguments, kwargs: OpKeywords, out: OpOutput) -> int:
     """Return the FLOPs of one call of an op: 2 per multiply-add, 0 without multiply-adds."""
-    count = _MORE.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
+    count = _COUNTERS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
     if not count:
         return 0
     if func._overloadname.startswith("dtype"):
@@ -88,15 +88,15 @@ def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *more: Any, *
     return conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed) * sum(wanted[:2])
 
 
-_MORE: dict[object, Callable[..., int]] = {
+_COUNTERS: dict[object, Callable[..., int]] = {
     torch.ops.aten.mm: _product,
     torch.ops.aten.bmm: _product,
     torch.ops.aten._grouped_mm: _grouped,
     torch.ops.aten.convolution_backward: _convolution_backward,
 }
 for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):
-    _MORE[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")] = _attention
-    _MORE[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward")] = _attention_backward
+    _COUNTERS[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")] = _attention
+    _COUNTERS[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward")] = _attention_backward
 # ops that call cuBLAS on a GPU
 BLAS = frozenset(
     f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "vdot", "_scaled_mm")

@@ -21,14 +21,15 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import reduce
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
-import multiprocess  # of dill's authors, which datasets uses
+import multiprocess  # of dill's authors; datasets needs it and pyarrow
+import pyarrow
 
 from zerofit.simulate.fakes.patches import PlainContext, replace_in
 from zerofit.simulate.script.tracker import ScriptTracker
@@ -361,10 +362,7 @@ def scratch_files() -> ScratchFiles:
     sys.dont_write_bytecode = True
     for module in (sqlite3, sqlite3.dbapi2):  # SQLAlchemy, and so MLflow and Optuna, import the latter
         replace_in(module, "connect", connect)
-    with suppress(ImportError):
-        import pyarrow
-
-        replace_in(pyarrow, "memory_map", files.redirected(pyarrow.memory_map, files.to_read))
+    replace_in(pyarrow, "memory_map", files.redirected(pyarrow.memory_map, files.to_read))
     return files
 
 

@@ -263,6 +263,7 @@ def loaders() -> None:
 
     The batches are the same. (torch.utils.data.DataLoader.__init__; datasets.Dataset.map, filter)
     """
+    from datasets import Dataset
     from torch.utils.data import DataLoader
 
     original: Callable[..., None] = DataLoader.__init__
@@ -278,9 +279,6 @@ def loaders() -> None:
         original(self, dataset, **{**kwargs, "num_workers": 0})
 
     replace_in(DataLoader, "__init__", init)
-    if importlib.util.find_spec("datasets") is None:
-        return
-    from datasets import Dataset
 
     def in_this_process(method: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(method)
