@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu import forecasts  # noqa: E402
 from benchmarks.gpu import run as benchmark  # noqa: E402
 from benchmarks.gpu.merge import TABLES, merge  # noqa: E402
-from benchmarks.gpu.part import PARTS, find, is_done  # noqa: E402
+from benchmarks.gpu.part import PARTS, find, is_done, remaining  # noqa: E402
 
 
 def run(out: Path, *more: str) -> str:
@@ -28,12 +28,11 @@ def run(out: Path, *more: str) -> str:
 
 
 def test_a_second_call_goes_on_with_what_is_missing(tmp_path, monkeypatch, capsys):
-    """The first one was killed in its first case. What starts no ranks runs in this process."""
+    """The first one failed in a case. What starts no ranks runs in this process."""
     assert not is_done("training", tmp_path, rehearse=True)
-    path, lenet = tmp_path / "training.json", "lenet zero0 fp32 mb8 x1"
-    path.write_text(json.dumps({"cases": {lenet: {"error": "killed"}}}))
-    said = run(tmp_path, "--only", "training", "--minutes", "8")
-    assert "1 of 2: llama" in said and f"2 of 2: {lenet}: done" in said  # what has failed comes last
+    path, (lenet, llama) = tmp_path / "training.json", find("training").cases(rehearse=True)
+    path.write_text(json.dumps({"cases": {lenet: {"error": "killed"}, llama: {"seconds": 1.0}}}))
+    assert f"1 of 1: {lenet}: done" in run(tmp_path, "--only", "training", "--minutes", "8")
     monkeypatch.setattr(sys, "argv", ["forecasts", str(tmp_path)])
     forecasts.main()
     answer = json.loads(path.read_text())["cases"][lenet]
@@ -43,6 +42,10 @@ def test_a_second_call_goes_on_with_what_is_missing(tmp_path, monkeypatch, capsy
     assert is_done("training", tmp_path, rehearse=True)
     monkeypatch.setattr(sys, "argv", ["run", "--out", str(tmp_path), "--rehearse", "--only", "training"])
     assert benchmark.main() == 0 and capsys.readouterr().out.endswith("training: done\n")
+
+
+def test_what_has_failed_comes_last():
+    assert remaining(["failed", "new", "done"], {"failed": {"error": "killed"}, "done": {}}) == ["new", "failed"]
 
 
 def test_every_part_has_cases_a_limit_and_a_table():

@@ -52,9 +52,14 @@ def find(name: str) -> Cases:
 
 
 def is_done(name: str, folder: Path, rehearse: bool) -> bool:
-    """Whether all cases of a part have an answer without an error."""
+    """Return whether all cases of a part have an answer without an error."""
     answers = read(folder / f"{name}.json").get("cases", {})
-    return all("error" not in answers.get(case, {"error": ""}) for case in find(name).cases(rehearse))
+    return not remaining(find(name).cases(rehearse), answers)
+
+
+def remaining(cases: list[str], answers: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the cases without an answer, then those that failed."""
+    return [*(case for case in cases if case not in answers), *(c for c in cases if "error" in answers.get(c, {}))]
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -68,8 +73,7 @@ def main() -> None:
     end, path = time.monotonic() + asked.seconds, asked.folder / f"{asked.name}.json"
     module, known = find(asked.name), read(path)
     answers: dict[str, Any] = known.get("cases", {})
-    missing = [case for case in module.cases(asked.rehearse) if case not in answers]
-    missing += [case for case in module.cases(asked.rehearse) if "error" in answers.get(case, {})]
+    missing = remaining(module.cases(asked.rehearse), answers)
     if not missing:
         return
     from .environment import surroundings

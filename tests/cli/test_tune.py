@@ -1,4 +1,4 @@
-"""`zerofit tune`: real trials, some of which fail; killed, it goes on; what it writes trains."""
+"""`zerofit tune`: real trials, some of which fail; killed, it goes on; what it writes is a run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from zerofit.app.job.requests import read_request
+from zerofit.app.job.resolve import resolve_job
 from zerofit.cli.main import main
 
 MINE = """
@@ -35,7 +37,7 @@ def said(*args: str):
 
 
 @pytest.mark.usefixtures("short_trials")
-def test_failing_trials_are_results_and_the_winner_trains(tmp_path, monkeypatch):
+def test_failing_trials_are_results_and_the_winner_is_a_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tune = ("tune", "run.yaml", "--space", "space.yaml", "--output", "tuned")
     (tmp_path / "tuned_net.py").write_text(MINE)
@@ -64,10 +66,9 @@ def test_failing_trials_are_results_and_the_winner_trains(tmp_path, monkeypatch)
     assert f"found {len(answer['trials'])} earlier trials of this run" in err
     assert [row["measured_step_s"] for row in again["trials"]] == [row["measured_step_s"] for row in answer["trials"]]
 
-    code, trained, err = said("train", "tuned/run.yaml")
-    assert code == 0, err
-    assert (trained["steps"], trained["samples"]) == (4, 4 * 16)
-    config = json.loads((Path(trained["run_dir"]) / "ds_config.json").read_text())
+    job = resolve_job(read_request("tuned/run.yaml", {})).job
+    config = job.ds_config
+    assert (job.steps, job.batch.total) == (4, 16)
     assert (config["train_micro_batch_size_per_gpu"], config["zero_optimization"]["stage"]) == (2, 1)
 
 

@@ -16,29 +16,6 @@ MLP = {"model": "mlp", "data": "digits", "ranks": 1, "eval_samples": 16}
 LARGEST_BYTES = 4 * 64 * 256  # its largest parameter
 
 
-def test_in_a_thread_with_what_happens_told(tmp_path):
-    ended, told = [], []
-    run = zf.Run(**MLP, steps=12, output=tmp_path / "run")
-    thread = threading.Thread(target=lambda: ended.append(zf.train(run, on_event=told.append)))
-    thread.start()
-    thread.join(150)
-    (result,) = ended
-    assert (result.steps, result.world_size, result.run_dir) == (12, 1, str(tmp_path / "run"))
-    assert result.to_dict() == {"run_dir": result.run_dir, **json.loads((tmp_path / "run" / "result.json").read_text())}
-    assert [event.data["step"] for event in told if event.kind == "metrics"] == list(range(1, 13))
-    kinds = {event.kind for event in told}
-    assert kinds >= {"phase", "training", "metrics", "evaluated", "saved"}
-    assert "<td>12</td>" in result._repr_html_()
-    forecast = json.loads((tmp_path / "run" / "plan.json").read_text())["forecast"]
-    wanted = forecast["reserved_bytes"] + forecast["beside_bytes"]
-    assert result.against_forecast["memory_bytes"]["forecast"] == wanted
-    low, high = CPU_PROCESS_BYTES["torch"]
-    assert abs(result.against_forecast["memory_bytes"]["difference"]) < 0.15
-    beside = (high - low) // 2 + LARGEST_BYTES  # from nothing to twice that
-    heap = round(CPU_HEAP * forecast["reserved_bytes"])  # from nothing to this
-    assert forecast["margin_bytes"] == round(0.03 * forecast["reserved_bytes"]) + beside + heap - heap // 2
-
-
 def test_a_line_of_metrics_has_the_peaks_beside_their_forecasts():
     record = {"step": 2, "loss": 1.0, "memory_bytes": 1 << 29, "host_bytes": 3 << 30}
     assert metrics_event(record, 9).text.endswith("memory 0.50 GiB")
@@ -49,8 +26,9 @@ def test_a_line_of_metrics_has_the_peaks_beside_their_forecasts():
 
 
 def test_stopped_and_gone_on_with(tmp_path):
-    """Two handles after each other in one process, of which the second goes on where the first was stopped."""
-    run = zf.Run(**MLP, steps=2_000_000, output=tmp_path / "run")
+    """Two handles in one process; the second, in a thread, resumes where the first was stopped, and reports events."""
+    folder = tmp_path / "run"
+    run = zf.Run(**MLP, steps=2_000_000, output=folder)
     job = zf.train(run, wait=False)
     with pytest.raises(TimeoutError):
         job.result(timeout=0)
@@ -60,19 +38,39 @@ def test_stopped_and_gone_on_with(tmp_path):
     while len(job.metrics()) < 5 and time.monotonic() < deadline:
         time.sleep(0.1)
     # NULs that a network file system shows must not end the run
-    with (tmp_path / "run" / "metrics.jsonl").open("ab") as file:
+    with (folder / "metrics.jsonl").open("ab") as file:
         file.write(b"\0" * 10 + b"\n")
     job.stop()
     with pytest.raises(zf.Stopped, match="stopped on request"):
         job.result(timeout=60)
     assert job.done()
-    (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    (saved,) = (folder / "checkpoints").glob("step-*")
     step = int(saved.name.removeprefix("step-"))
-    second = zf.train(run.model_copy(update={"steps": step + 3}), wait=False)
-    assert second.folder == tmp_path / "run"
-    result = second.result(timeout=120)
-    assert (result.steps, result.resumed_from) == (step + 3, str(saved))
-    assert second.metrics()[-1]["step"] == step + 3
+    ended, told, steps = [], [], step + 3
+
+    def resume() -> None:
+        second = zf.train(run.model_copy(update={"steps": steps}), wait=False, on_event=told.append)
+        assert second.folder == folder
+        ended.append((second.result(timeout=120), second.metrics()[-1]["step"]))
+
+    thread = threading.Thread(target=resume)
+    thread.start()
+    thread.join(150)
+    ((result, last),) = ended
+    assert (result.steps, result.world_size, result.run_dir, last) == (steps, 1, str(folder), steps)
+    assert result.resumed_from == str(saved)
+    assert result.to_dict() == {"run_dir": result.run_dir, **json.loads((folder / "result.json").read_text())}
+    assert [event.data["step"] for event in told if event.kind == "metrics"] == list(range(step + 1, steps + 1))
+    assert {event.kind for event in told} >= {"phase", "training", "metrics", "evaluated", "saved"}
+    assert f"<td>{steps}</td>" in result._repr_html_()
+    forecast = json.loads((folder / "plan.json").read_text())["forecast"]
+    wanted = forecast["reserved_bytes"] + forecast["beside_bytes"]
+    assert result.against_forecast["memory_bytes"]["forecast"] == wanted
+    low, high = CPU_PROCESS_BYTES["torch"]
+    assert abs(result.against_forecast["memory_bytes"]["difference"]) < 0.15
+    beside = (high - low) // 2 + LARGEST_BYTES  # from nothing to twice that
+    heap = round(CPU_HEAP * forecast["reserved_bytes"])  # from nothing to this
+    assert forecast["margin_bytes"] == round(0.03 * forecast["reserved_bytes"]) + beside + heap - heap // 2
 
 
 def test_a_bad_run_raises_in_the_caller(tmp_path):
