@@ -124,12 +124,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests come first; those that need a GPU are skipped where there is none."""
-    places = {name: place for place, name in enumerate(LONGEST)}
+    """Files that use waiting ranks come first, then long ones; what needs a GPU is skipped where there is none.
 
-    def place(item: pytest.Item) -> int:
+    Ranks end when they are idle for long, and each start of theirs costs seconds of CPU time.
+    """
+    places = {name: place for place, name in enumerate(LONGEST)}
+    waiting = {item.path for item in items if "pools" in getattr(item, "fixturenames", ())}
+
+    def place(item: pytest.Item) -> tuple[bool, int]:
         path = item.path.relative_to(Path(__file__).parent).with_suffix("")
-        return places.get(path.as_posix(), len(LONGEST))
+        return item.path not in waiting, places.get(path.as_posix(), len(LONGEST))
 
     items.sort(key=place)
     if not any(item.get_closest_marker("gpu") for item in items):
