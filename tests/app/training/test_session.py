@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import zerofit as zf
+from zerofit.launch.local import free_port, launcher
 
 SCRIPT = """
 import copy, sys
@@ -66,8 +68,8 @@ def test_an_own_loop_trains_what_plain_pytorch_does(tmp_path):
     (tmp_path / "own.py").write_text(SCRIPT)
 
     def ended(*args: str) -> str:
-        argv = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "own.py", *args]
-        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=170)
+        argv, env = [*launcher(2, free_port()), "own.py", *args], {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=170)
         assert done.returncode == 0, done.stderr[:6000]
         return next(line for line in done.stdout.splitlines() if line.startswith("ENDED"))
 
