@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 import yaml
 from click.testing import CliRunner
 
@@ -378,22 +379,35 @@ def test_values_given_beside_the_file():
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "expected"),
+    ("scheduler", "params", "sets"),
     [
-        ("WarmupDecayLR", set()),
-        ("WarmupLR", set()),
-        ("WarmupCosineLR", {"optimizer-value"}),
-        (None, {"optimizer-value"}),
+        ("WarmupDecayLR", {"total_num_steps": 9}, True),  # up to 0.001
+        ("WarmupDecayLR", {"total_num_steps": 9, "warmup_max_lr": None}, False),
+        ("WarmupLR", {"warmup_max_lr": 1e-4, "warmup_type": None}, True),
+        ("WarmupLR", {"warmup_num_steps": 4}, False),
+        ("WarmupCosineLR", {"total_num_steps": 9}, False),
+        (
+            "OneCycle",
+            {"cycle_min_lr": 1e-5, "cycle_max_lr": 1e-4, "cycle_second_stair_count": None, "cycle_momentum": None},
+            True,
+        ),
+        ("LRRangeTest", {"lr_range_test_staircase": None}, True),
     ],
 )
-def test_a_learning_rate_of_zero_needs_a_scheduler_that_sets_it(scheduler, expected):
+def test_a_learning_rate_of_zero_needs_a_scheduler_that_sets_it(scheduler, params, sets):
     """SafeAILab/EAGLE trains with WarmupDecayLR and 0; WarmupCosineLR multiplies (runtime/lr_schedules.py:941)."""
-    params = {"warmup_num_steps": 4} | ({} if scheduler == "WarmupLR" else {"total_num_steps": 9})
-    if scheduler != "WarmupCosineLR":
-        params["warmup_max_lr"] = 1e-4
+    from deepspeed.runtime import lr_schedules
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+    schedule = getattr(lr_schedules, scheduler)(optimizer, **params)
+    for _ in range(3):
+        schedule.step()
+    assert bool(optimizer.param_groups[0]["lr"]) == sets
     config = PLAIN | {"optimizer": {"type": "AdamW", "params": {"lr": 0, "weight_decay": 0.1}}}
-    config |= {"scheduler": {"type": scheduler, "params": params}} if scheduler else {}
-    assert set(found(config, "deepspeed")) == expected
+    assert set(found(config, "deepspeed")) == {"optimizer-value"}
+    config |= {"scheduler": {"type": scheduler, "params": params}}
+    values = {"optimizer-value", "scheduler-value"} & found(config, "deepspeed").keys()
+    assert values == (set() if sets else {"optimizer-value"})
 
 
 def test_batch_sizes_say_which_ranks_they_allow():

@@ -15,7 +15,9 @@ from zerofit.features.optimizers import of_json
 PARAMS = "optimizer.params"
 SCHEDULER_PARAMS = "scheduler.params"
 LEARNING_RATES = ("warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr")
-NULLABLE = ("warmup_type", "cycle_second_step_size", "second_stair_count")  # scheduler parameters that may be null
+# scheduler parameters that may be null
+NULLABLE = ("warmup_type", "warmup_max_lr", "cycle_second_step_size")
+NULLABLE = (*NULLABLE, "cycle_second_stair_count", "cycle_momentum", "lr_range_test_staircase")
 
 
 def optimizer(c: CheckSubject) -> Iterator[Finding]:
@@ -133,8 +135,11 @@ def _number(c: CheckSubject, key: str, value: object) -> Iterator[Finding]:
 
 
 def _sets_learning_rate(c: CheckSubject) -> bool:
-    """Return whether a scheduler of DeepSpeed overwrites the learning rate. WarmupCosineLR multiplies it."""
-    return scheduler_is_deepspeeds(c) and c.word("scheduler.type") != "WarmupCosineLR"
+    """Return whether a scheduler of DeepSpeed overwrites the learning rate."""
+    # WarmupCosineLR multiplies it. WarmupLR warms up to it without warmup_max_lr (runtime/lr_schedules.py:738).
+    name, highest = c.word("scheduler.type"), c.section(SCHEDULER_PARAMS).get("warmup_max_lr", "missing")
+    keeps = name == "WarmupCosineLR" or highest is None or (name == "WarmupLR" and highest == "missing")
+    return scheduler_is_deepspeeds(c) and not keeps
 
 
 def scheduler(c: CheckSubject) -> Iterator[Finding]:
