@@ -10,11 +10,15 @@ import lzma
 import random
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.explain.logs import MESSAGES, OTHERS, PHASES, full, traceback
-from zerofit.explain import log, messages
+from zerofit.explain import causes, log, messages, other_causes, tracebacks
+from zerofit.explain.advice import NVIDIA_SMI
+from zerofit.explain.data import read_data
+from zerofit.explain.failures import _entries
 from zerofit.explain.from_log import explain_log
 from zerofit.explain.log import lines_of, read_ends, read_log
 from zerofit.spec.foreign import Unreadable
@@ -259,3 +263,22 @@ def test_no_message_lacks_the_words_that_are_looked_for_first(kind):
     texts = list(shortest(re._parser.parse(pattern.pattern)))  # pyright: ignore[reportAttributeAccessIssue]
     assert all(pattern.search(text) for text in texts)
     assert not [text for text in texts if not any(word in text for word in messages._WORDS)]
+
+
+def test_the_entries_have_the_names_that_the_code_reads():
+    """A phase, kind or cause with a wrong name would never be found."""
+    phases, changes = read_data("phases.yaml"), read_data("shortages.yaml")["changes"]
+    assert phases["calls"].keys() == {*causes._IN_PHASE, tracebacks.LOADING}
+    assert phases["calls"].keys() >= {*phases["lasting"], *itertools.chain(*phases["lasting"].values())}
+    assert phases["log"].keys() >= {*other_causes._HOST_WORK, *other_causes._HOST_PHASES.values()}
+    assert messages.signs().keys() == causes._RULES.keys() | other_causes.CERTAIN.keys()
+    assert {sign.place for sign in messages.signs().values()} == {"device", "host", "shared memory", "kernel"}
+    code = "".join(path.read_text() for path in Path(causes.__file__).parent.glob("*.py"))
+    named = set(re.findall(r'name="([a-z-]+)"', code)) | {cause for cause, _ in causes._IN_PHASE.values()}
+    assert named <= changes.keys() and not [cause for cause in changes if f'"{cause}"' not in code]
+    texts = list(itertools.chain(*changes.values()))
+    # "a: b" without quotes is an object in YAML
+    assert all(isinstance(text, str) for text in texts)
+    assert all(NVIDIA_SMI in text for text in texts if "nvidia-smi" in text)  # replaced on other devices
+    for entry in (*_entries("causes"), *_entries("consequences")):
+        assert all(isinstance(text, str) for text in (entry.cause, entry.summary, entry.run_next, *entry.changes))
