@@ -160,6 +160,16 @@ def replay(true_facts, tmp_path):
     return lambda wait=":": REPLAY.format(facts=tmp_path / "facts", wait=wait)
 
 
+def test_a_host_with_another_zerofit_is_a_finding(stand_in, replay, tmp_path):
+    """Facts have other names there."""
+    stand_in(replay())
+    path = tmp_path / "facts"
+    path.write_text(path.read_text().replace('"ssh_address"', '"asked_from"'))
+    found = preflight([Host("a", 1), Host("b", 1)], PreflightRequest())
+    assert [check.hint for check in found.findings] == [f"install the same zerofit on {host}" for host in "ab"]
+    assert not found.facts
+
+
 def test_64_hosts_are_asked_at_once(stand_in, replay, tmp_path, monkeypatch):
     """None answers before all have been asked."""
     asked = tmp_path / "asked"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import Any, TypedDict, cast
 
 from zerofit.doctor import compare
 from zerofit.doctor.check import OK, WARN, Check, check
@@ -90,7 +90,7 @@ async def _preflight(hosts: Sequence[Host], request: PreflightRequest) -> Prefli
             question = question | {"run_folder": str(request.run_folder.absolute()), "token": token.name}
         async with conversations(names, request.ssh_port) as opened:
             reached = {name: host for name, host in opened.items() if isinstance(host, Conversation)}
-            answers = await ask_all(reached, question)
+            answers = {name: _checked(name, facts) for name, facts in (await ask_all(reached, question)).items()}
             missing = {name: host for name, host in {**opened, **answers}.items() if isinstance(host, Unreachable)}
             reached = {name: host for name, host in reached.items() if name not in missing}
             facts = {name: cast(HostFacts, answers[name]) for name in reached}
@@ -107,6 +107,13 @@ async def _preflight(hosts: Sequence[Host], request: PreflightRequest) -> Prefli
     order = {name: number for number, name in enumerate(names)}
     checks.sort(key=lambda check: order.get(check.host, -1))
     return replace(routes, checks=tuple(checks), facts=facts)
+
+
+def _checked(host: str, facts: dict[str, Any] | Unreachable) -> dict[str, Any] | Unreachable:
+    """Return the facts, or an error if another release of zerofit has collected them, under other names."""
+    if isinstance(facts, Unreachable) or facts.keys() >= HostFacts.__required_keys__ - {"compilers"}:
+        return facts
+    return Unreachable("zerofit", "its zerofit is another version", f"install the same zerofit on {host}")
 
 
 def no_answer(host: str, name: str, error: Unreachable, expected: str = "") -> Check:
