@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerofit.models.inputs import Inputs, inputs_to_dict
+from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
 from zerofit.simulate.memory.allocator import Event
 from zerofit.simulate.memory.snapshot import AllocationOrigin
 from zerofit.simulate.ops.issued import IssuedWait, IssuedWork
@@ -33,6 +33,12 @@ class SimulationTarget:
     def as_dict(self) -> dict[str, Any]:
         """Return the target as plain data for JSON."""
         return {**field_data(self), "inputs": inputs_to_dict(self.inputs)}
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> SimulationTarget:
+        """Return the target from the result of `as_dict`. The benchmarks pass targets to processes that train them."""
+        job, inputs = Job.from_dict(value["job"]), inputs_from_dict(value["inputs"])
+        return cls(**{**value, "job": job, "inputs": inputs})
 
 
 @dataclass(frozen=True, kw_only=True)

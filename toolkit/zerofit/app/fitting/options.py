@@ -53,15 +53,15 @@ class LayoutOption:
         return ", ".join(filter(None, (str(self.layout), self.savings.flags)))
 
 
-def given_fields(request: RunRequest) -> dict[str, object]:
+def given_fields(request: RunRequest) -> dict[str, Any]:
     """Return the fields that `--fit` does not change, with the DeepSpeed JSON as it was written."""
-    given = {name: getattr(request.run, name) for name in ("ranks", *CHOSEN) if name in request.places}
+    given: dict[str, Any] = {name: getattr(request.run, name) for name in ("ranks", *CHOSEN) if name in request.places}
     given = {name: value for name, value in given.items() if value is not None}
     return given | ({"ds_config": ds_document(request.run).config} if "ds_config" in given else {})
 
 
 def options_of(
-    resolved: ResolvedJob, given: Mapping[str, object], cluster: Cluster, report: Reporter, *, lean: bool = False
+    resolved: ResolvedJob, given: Mapping[str, Any], cluster: Cluster, report: Reporter, *, lean: bool = False
 ) -> tuple[Profile, tuple[LayoutOption, ...]]:
     """Return the model's profile and all layouts with the run's global batch, fastest first.
 
