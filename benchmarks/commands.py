@@ -9,6 +9,7 @@ types of values are compared. Dates, versions, places and sentences never are. I
 
 from __future__ import annotations
 
+import importlib
 import json
 import lzma
 import os
@@ -120,7 +121,7 @@ def compared(words: str, record: dict[str, Any]) -> dict[str, Any]:
 
 
 def outcome(words: str) -> dict[str, Any]:
-    """Run a command line in a forked process: torch and DeepSpeed are imported once for all."""
+    """Run a command line in a forked process: `main` has imported the libraries, once for all."""
     words = words.format(json="--json") if "{json}" in words else f"{words} --json"
     with tempfile.TemporaryFile("w+") as answer:
         if not (child := os.fork()):
@@ -167,6 +168,8 @@ def main(action: str, place: str) -> int:
     before: dict[str, Any] = json.loads(lzma.decompress(file.read_bytes())) if action == "compare" else {}
     records: dict[str, Any] = {}
     wrong = 0
+    for library in ("torch", "deepspeed", "transformers"):
+        importlib.import_module(library)
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         os.environ.update(COLUMNS="80", ZEROFIT_CACHE=f"{folder}/cache")
