@@ -197,6 +197,12 @@ def test_a_pipeline_keeps_to_stage_1_whatever_the_states_are():
     assert every and {(one.pp, one.zero_stage) for one in every} == {(1, 2)}
 
 
+def test_a_fixed_degree_of_1_leaves_out_layouts_with_more():
+    fixed = {"tp": 1, "pp": 1}
+    every = layouts(make_profile(), make_cluster(), replace(REQUEST, fixed=fixed))
+    assert {(one.world_size, one.tp, one.pp) for one in every} == {(8, 1, 1)} and any(one.sp > 1 for one in every)
+
+
 def test_dualpipev_needs_a_micro_batch_for_each_part():
     request = PlanRequest(precision="bf16", micro_batch=1, accumulation=4, schedule="dualpipev")
     assert {one.pp for one in layouts(make_profile(), make_cluster(), request)} == {2}

@@ -31,7 +31,8 @@ MOST_FREE_MICRO_BATCH = 64  # samples, without a global batch; images get 8 time
 IMAGES = 8
 # attributes that the search decides: layouts with another value than the fixed one are dropped. Every other fixed
 # attribute is set in all layouts.
-SEARCHED = ("zero_stage", "offload_optimizer", "offload_param", "optimizer", "ema", "reshard", "sync_each_batch")
+SEARCHED = ("tp", "pp", "sp", "ep", "zero_stage", "offload_optimizer", "offload_param", "optimizer", "ema")
+SEARCHED += ("reshard", "sync_each_batch")
 MORE_GATHERED = 10  # factor on the usual prefetch and persistence sizes; they hardly change the forecast time
 
 _SHARDED_BITS = Problem(
