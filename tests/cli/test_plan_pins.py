@@ -75,14 +75,17 @@ def test_a_deepspeed_json_keeps_what_it_names_and_flags_hold_against_it(stored, 
     assert (written["overlap_comm"], written["reduce_bucket_size"]) == (True, 12_345_678)
 
 
-@pytest.mark.parametrize(("optimizer", "tp", "accumulation"), [("sgd", 1, 4), ("adamw", 2, 8)])
-def test_a_written_run_agrees_with_its_json(stored, tmp_path, optimizer, tp, accumulation):
+@pytest.mark.parametrize(
+    ("optimizer", "named", "tp", "accumulation"),
+    [("sgd", "AdamW", 1, 4), ("adamw", "AdamW", 2, 8), ("adamw", "auto", 1, 4)],
+)
+def test_a_written_run_agrees_with_its_json(stored, tmp_path, optimizer, named, tp, accumulation):
     """Before, both files had a value of their own, and `zerofit train` refused the pair."""
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
     params = {"lr": 1e-4, "weight_decay": 0.1, "betas": [0.9, 0.95]}
     config = {**sizes, "zero_optimization": zero, "fp16": {"enabled": True}}
-    (tmp_path / "ds.json").write_text(json.dumps({**config, "optimizer": {"type": "AdamW", "params": params}}))
+    (tmp_path / "ds.json").write_text(json.dumps({**config, "optimizer": {"type": named, "params": params}}))
     flags = [
         "--global-batch",
         32,

@@ -153,9 +153,9 @@ def without_pinned(pins: Mapping[str, object], config: Mapping[str, object]) -> 
     for option, key in replaced:
         if pins.get(option) is not None:
             drop(kept, key.removesuffix(".device") if pins[option] == "none" else key)
-    # the parameters of another optimizer have another meaning
-    if pins.get("optimizer") not in (None, run_name(str(get(config, "optimizer.type")))):
-        kept.pop("optimizer", None)
+    named = run_name(str(get(config, "optimizer.type", "auto")))
+    if pins.get("optimizer") is not None and named not in ("auto", pins["optimizer"]):
+        kept.pop("optimizer", None)  # the parameters of another optimizer have another meaning
     return kept
 
 
