@@ -66,5 +66,5 @@ def test_a_flag_that_the_answer_does_not_read_is_refused(tmp_path):
 )
 def test_unknown_names_are_refused_with_those_that_there_are(option, names, known):
     (wrong,) = refused("gpt2", "--gpu", "l4", option, names)
-    assert wrong["kind"] == "usage" and f"{names.rpartition(',')[2]!r}; there are: " in wrong["message"]
-    assert known in wrong["message"]
+    assert (wrong["kind"], wrong["where"]) == ("usage", option)
+    assert f"{names.rpartition(',')[2]!r}; there are: " in wrong["message"] and known in wrong["message"]

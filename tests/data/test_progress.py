@@ -4,7 +4,9 @@ import subprocess
 import sys
 import time
 
-from zerofit.cli.console import EventConsole
+from rich.progress import Task, TaskID
+
+from zerofit.cli.console import EventConsole, _Amount
 from zerofit.spec.events import Reporter
 
 
@@ -22,6 +24,15 @@ def test_plain_lines_without_a_terminal(capsys, monkeypatch):
         "reading: 2.0 MB of 3.0 MB, 6 s",
         "reading: done, 2.0 MB in 7.0 s",
     ]
+
+
+def test_the_amount_of_a_live_line():
+    def shown(unit: str, done: int, total: int | None) -> str:
+        task = Task(TaskID(0), "", total, done, lambda: 0.0, fields={"unit": unit})
+        return str(_Amount().render(task))
+
+    assert shown("steps", 7, 90) == "7 of 90 steps" and shown("steps", 7, None) == "7 steps"
+    assert shown("bytes", 1_200_000, 4_000_000) == "1.2 MB of 4.0 MB" and shown("", 0, None) == ""
 
 
 def test_waiting_is_said_once_it_happens(tmp_path, capsys):

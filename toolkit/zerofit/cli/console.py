@@ -329,8 +329,7 @@ class _PlainTask:
             self._say(f"{event.text}: done{done} in {now - self._started_s:.1f} s")
         elif now - self._shown_s >= TASK_EVERY_S:
             self._shown_s = now
-            of = f" of {_amount(event.total, event.unit)}" if event.total else ""
-            self._say(f"{event.text}: {_amount(event.done, event.unit)}{of}, {now - self._started_s:.0f} s")
+            self._say(f"{event.text}: {_share(event.done, event.total, event.unit)}, {now - self._started_s:.0f} s")
 
     def _say(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -347,9 +346,8 @@ class _Amount(ProgressColumn):
     """A column that shows how many units are done, and of how many; bytes are shown in MB."""
 
     def render(self, task: Task) -> Text:
-        unit = task.fields["unit"]
-        amounts = [_amount(int(n), unit) for n in (task.completed, task.total) if n is not None]
-        return Text(" of ".join(amounts) if unit else "")
+        unit, total = task.fields["unit"], None if task.total is None else int(task.total)
+        return Text(_share(int(task.completed), total, unit) if unit else "")
 
 
 def _step_line(event: Event) -> str:
@@ -364,6 +362,13 @@ def _step_line(event: Event) -> str:
         remaining = timedelta(seconds=round(seconds * (event.total - event.done)))
         step += f", {str(remaining).removeprefix('0:').removeprefix('0')} left"
     return f"{step}: {figures}"
+
+
+def _share(done: int, total: int | None, unit: str) -> str:
+    """Return "7 of 90 steps" or "1.2 MB of 4.0 MB", and "7 steps" if the total is not known."""
+    if not total:
+        return _amount(done, unit)
+    return f"{_amount(done, unit if unit == 'bytes' else '')} of {_amount(total, unit)}"
 
 
 def _amount(n: int, unit: str) -> str:

@@ -118,7 +118,9 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except click.UsageError as error:  # click prints its own errors. Only their JSON is missing.
             if ctx.meta["json"]:
-                problem = Problem(kind="usage", message=error.format_message(), hint="see --help")
+                option = getattr(error, "param", None)
+                where = option.opts[-1] if isinstance(option, click.Option) else ""
+                problem = Problem(kind="usage", message=error.format_message(), hint="see --help", where=where)
                 print(json.dumps({"error": problem.as_dict()}), flush=True)
             raise
 
