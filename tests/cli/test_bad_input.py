@@ -117,6 +117,17 @@ def test_an_unset_variable_of_the_shell_is_not_the_default(args, place):
     assert f"the value after {place!r} is empty" in json.loads(done.stdout)["error"]["message"]
 
 
+@pytest.mark.parametrize(("line", "shown"), [("zerofit trian --st", ""), ('zerofit train "" --stre', "plain,--stream")])
+def test_a_line_with_a_mistake_is_completed_without_a_message(monkeypatch, capsys, line, shown):
+    words = {"_ZEROFIT_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+    for name, value in words.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        main.main([], prog_name="zerofit")
+    said = capsys.readouterr()
+    assert (said.out.strip(), said.err) == (shown, "")
+
+
 def test_an_option_of_the_script_is_none_of_zerofit():
     """--json after the dashes is the script's, so standard output stays empty."""
     done = CliRunner().invoke(main, ["simulate", "--stepz", "5", "--", "python", "train.py", "--json"])

@@ -68,6 +68,8 @@ class Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command. Raises UsageError for an unknown name, with the nearest, and for an empty argument."""
+        if ctx.resilient_parsing:  # the shell completes a line that is not finished
+            return super().resolve_command(ctx, args)
         for before, word in pairwise(["zerofit", *_before_dashes(args)]):
             # "" would be read as this folder, or as the default.
             option = before if word == "" else word[:-1] if re.fullmatch("--[a-z-]+=", word) else None
