@@ -294,6 +294,15 @@ parser.parse_args(["--bf16"])
 """
 
 
+ATTENTION = """\
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+x = torch.randn(2, 4, 16, 64, device="cuda")
+with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    torch.nn.functional.scaled_dot_product_attention(x, x, x)
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "said", "hint"),
     [
@@ -333,6 +342,8 @@ parser.parse_args(["--bf16"])
             "AssertionError: assert x.dim() == 2 (",
             "own error",
         ),
+        (ATTENTION, "this is the script's error: RuntimeError: No available kernel. Aborting execution.", ALONE),
+        ("import os\nos.mkdir('a')\nos.mkdir('a/b')\nos.rmdir('a')\n", "this is the script's error: OSError", ALONE),
         ("raise AssertionError('to be moved to cuda but got simgpu:0')\n", "zerofit cannot simulate this", "report it"),
         ("raise RuntimeError('to a storage on device \"meta\"')\n", "zerofit cannot simulate this", "report it"),
         (ENGINE, "before its engine ran an optimizer step", "at least one step"),

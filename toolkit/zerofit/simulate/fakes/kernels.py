@@ -216,7 +216,8 @@ def _cuda_kernel(
     if fused and aligned and (half or query.dtype == torch.float32) and (enabled.mem_efficient_sdp_enabled() or cudnn):
         return "efficient"
     if not enabled.math_sdp_enabled():
-        raise RuntimeError("No available kernel. Aborting execution.")
+        hidden = "no mask" if mask is None else "a mask"  # torch prints reasons as warnings
+        raise RuntimeError(f"No available kernel. Aborting execution. ({query.dtype}, heads of {width}, {hidden})")
     return "math"
 
 

@@ -148,7 +148,10 @@ def _involves_stand_ins(error: BaseException) -> bool:
     """Return whether the error involves a fake tensor or a replacement object of this package."""
     # A frame that fails may have got a fake without an op on it, e.g. a C++ extension that reads its data.
     for one in _chain(error):
-        frames = [entry.tb_frame for entry in _entries(one)]
+        entries = _entries(one)
+        if entries and _raises_as_original(entries[-1], one):
+            continue
+        frames = [entry.tb_frame for entry in entries]
         on_fakes = any(f.f_code.co_name == "_on_fakes" and f.f_code.co_filename == tracker.__file__ for f in frames)
         in_files = frames and frames[-1].f_code.co_filename == files.__file__
         if on_fakes or _is_of_zerofit(one) or (frames and not in_files and _holds_fakes(frames[-1])):
@@ -184,6 +187,16 @@ def _is_in_call(entry: TracebackType) -> bool:
     stands_for = "<locals>" in code.co_qualname or code.co_name == "__torch_dispatch__"
     stands_for = stands_for or code.co_filename in (files.__file__, phases.__file__)
     return stands_for and dis.opname[code.co_code[entry.tb_lasti]].startswith("CALL")
+
+
+def _raises_as_original(entry: TracebackType, error: BaseException) -> bool:
+    """Return whether a function of this package raised what the function that it replaces raises here.
+
+    E.g. attention without an enabled kernel. Missing attributes and rules are other types.
+    """
+    code = entry.tb_frame.f_code
+    raises = dis.opname[code.co_code[entry.tb_lasti]] == "RAISE_VARARGS"
+    return raises and code.co_filename.startswith(_SIMULATE) and type(error) in (RuntimeError, ValueError, OSError)
 
 
 def _defined_here(name: str) -> bool:
