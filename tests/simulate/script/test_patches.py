@@ -230,6 +230,10 @@ PATCHES = {
     "set_environment": (["os:environ", "os:getenv"], []),
     "launchers_inside": (["subprocess:Popen.__init__", "os:system", "os:execv", "os:execve"], []),
     "spawned_ranks": (["torch.multiprocessing:spawn", "torch.multiprocessing:start_processes"], []),
+    "ranks_in_processes": (
+        ["multiprocessing.process:BaseProcess.start", "multiprocessing.process:BaseProcess.join"],
+        [],
+    ),
     "processes": (["multiprocessing.context:BaseContext.get_context"], []),
     "saving": ([], []),
     "tracking": (["torch.utils.tensorboard:SummaryWriter"], []),

@@ -157,13 +157,26 @@ if __name__ == "__main__":
     mp.spawn(main, args=(2,), nprocs=2, join=True)
 """
 
+STARTED = """\
+    ranks = [mp.Process(target=main, args=(rank, 2)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert all(rank.exitcode == 0 for rank in ranks)
+"""
+
 
 def test_a_script_that_spawns_its_ranks_and_processes_of_its_data(folder):
     seen = facts(simulated(SPAWNED)).facts
     assert seen.ended == "stopped after 2 optimizer steps" and seen.parameters == 16 * 17 and seen.sharding == "DDP"
     assert any("mask with unknown values is summed" in note.text for note in seen.notes)
     assert not (folder / "prepared").exists()
-    assert refused(SPAWNED, gpus=4).message == "the command starts 2 ranks, but --gpus is 4"
+    text = SPAWNED.replace("    mp.spawn(main, args=(2,), nprocs=2, join=True)\n", STARTED)
+    seen = facts(simulated(text, rank=1)).facts
+    assert seen.ended == "stopped after 2 optimizer steps" and seen.sharding == "DDP"
+    for script in (SPAWNED, text):
+        assert refused(script, gpus=4).message == "the command starts 2 ranks, but --gpus is 4"
 
 
 def test_packages_in_a_folder_of_pip_are_not_the_users_code(tmp_path, monkeypatch):

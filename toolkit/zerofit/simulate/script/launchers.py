@@ -8,13 +8,17 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import dropwhile, takewhile
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.multiprocessing
@@ -101,6 +105,46 @@ def spawned_ranks(target: ScriptTarget) -> None:
 
     for name in ("spawn", "start_processes"):
         replace_in(torch.multiprocessing, name, spawn)
+
+
+def ranks_in_processes(target: ScriptTarget) -> Callable[[], None]:
+    """Run one rank in this process when a script starts a process for each rank, or trains in a process of its own.
+
+    Return the function that a model's first forward calls. In another process it ends the process, which `join` then
+    replaces by the function that the process would run.
+
+    (multiprocessing.process.BaseProcess.start, join)
+    """
+    start, join, main = BaseProcess.start, BaseProcess.join, os.getpid()
+    jobs = WeakKeyDictionary[BaseProcess, dict[str, object]]()  # what each process runs
+    folder = Path(tempfile.gettempdir())
+
+    def began(self: BaseProcess) -> None:
+        jobs[self] = {name: vars(self)[name] for name in ("_target", "_args", "_kwargs")}  # `start` deletes them
+        start(self)
+
+    def joined(self: BaseProcess, timeout: float | None = None) -> None:
+        join(self, timeout)
+        if not (mark := folder / f"trains-{self.pid}").exists():
+            return
+        mark.unlink()
+        ranks = [process for process, job in jobs.items() if job["_target"] == jobs[self]["_target"]]
+        started = replace(target.command, gpus=len(ranks), nodes=target.nodes)
+        for problem in rank_problems(started, target.gpus, target.nodes):
+            raise NotSimulated(problem)
+        if ranks.index(self) == target.rank % target.gpus:
+            vars(self).update(jobs[self])
+            jobs.clear()  # a next process, e.g. of another trial, is the first one again
+            self.run()
+
+    def trains() -> None:
+        if os.getpid() != main:
+            (folder / f"trains-{os.getpid()}").touch()
+            os._exit(0)
+
+    replace_in(BaseProcess, "start", began)
+    replace_in(BaseProcess, "join", joined)
+    return trains
 
 
 def _raise_if_launched(args: object, variables: Mapping[str, str] | None = None) -> None:

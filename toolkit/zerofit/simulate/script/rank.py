@@ -56,7 +56,13 @@ from zerofit.simulate.script.fault_log import FaultLog
 from zerofit.simulate.script.faults import LOST_GRADIENTS, find_faults
 from zerofit.simulate.script.files import opening, processes, scratch_files
 from zerofit.simulate.script.generation import generation
-from zerofit.simulate.script.launchers import LaunchedInside, launchers_inside, set_environment, spawned_ranks
+from zerofit.simulate.script.launchers import (
+    LaunchedInside,
+    launchers_inside,
+    ranks_in_processes,
+    set_environment,
+    spawned_ranks,
+)
 from zerofit.simulate.script.lengths import Lengths
 from zerofit.simulate.script.phases import ScriptPhases
 from zerofit.simulate.script.tracker import ScriptTracker
@@ -121,7 +127,12 @@ def simulate_script_rank(
             evaluate(trainer, log, meter)
         gather_to_save(engines, log)
 
-    learn = partial(_learn, meter, lengths_seen, watched, edit)
+    trains = ranks_in_processes(target)
+
+    def learn(model: nn.Module) -> None:
+        trains()
+        _learn(meter, lengths_seen, watched, edit, model)
+
     phases = ScriptPhases(log, target.steps, learn, on_batch, on_end, Repeats(meter))
     generation(meter, log)
     colocated_vllm(meter, log, target)
