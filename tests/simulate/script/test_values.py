@@ -293,6 +293,10 @@ def test_collectives_have_the_results_of_ranks_with_equal_values(folder):
 # the values of views, of `.data` and of lists of tensors; the device's own results are the reference
 SHARED = """\
 import torch
+sizes = torch.empty((2, 2), dtype=torch.long, device="cuda")  # as RT-DETR sets the sizes of its levels
+for level, size in enumerate(((4, 6), (2, 3))):
+    sizes[level, 0], sizes[level, 1] = size
+assert (sizes[:, 0] * sizes[:, 1]).sum() == 30
 on_device = torch.arange(6, device="cuda")
 first, mask = on_device[:2], torch.zeros(4, dtype=torch.bool, device="cuda")
 first.mul_(torch.zeros((), dtype=torch.long, device="cuda"))
@@ -339,7 +343,7 @@ def test_tensors_that_share_memory_share_what_is_known_of_their_values(folder):
 
 WITHOUT_RULES = """\
 import torch
-from torch.distributions import Beta, Binomial, Dirichlet
+from torch.distributions import Beta, Binomial, Dirichlet, NegativeBinomial, Normal, StudentT
 from torch.nn.functional import ctc_loss
 
 layer = torch.nn.Linear(64, 512).cuda()
@@ -361,6 +365,8 @@ for i in range(50):
     print("kept", torch.cuda.memory_allocated() - before)
     loss = loss + ctc_loss(scores, targets.cuda(), [96] * 4, lengths.tolist())
     rates = out.exp()
+    loss = loss + sum(d.log_prob(rates).mean() for d in (Normal(out, rates), StudentT(2 + rates, out, rates)))
+    loss = loss + NegativeBinomial(rates, out).log_prob(rates.round()).mean()
     loss = loss + Beta(rates, rates).rsample().mean() + Dirichlet(rates).rsample().mean()
     loss = loss + torch.fake_quantize_per_tensor_affine(out, 0.1, 0, -128, 127).mean()
     assert Binomial(5, rates.sigmoid()).sample().shape == out.shape

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.ops.tracker import is_own
 from zerofit.simulate.script.tracker import ScriptTracker, is_real
-from zerofit.simulate.script.values import is_assumed, keep, known_value, on_host
+from zerofit.simulate.script.values import forget, is_assumed, keep, known_value, on_host
 from zerofit.spec.memory_kinds import PARAMETERS
 
 _Mixin: Any = vars(nn.parameter)["UninitializedTensorMixin"]  # type stubs lack it
@@ -363,7 +363,9 @@ def triton_kernels(meter: ScriptTracker) -> None:
     except ImportError:
         return
 
-    def run(self: object, *_: object, **__: object) -> None:
+    def run(self: object, *args: object, **kwargs: object) -> None:
+        for tensor in (t for t in (*args, *kwargs.values()) if isinstance(t, FakeTensor)):
+            forget(tensor)
         function = getattr(self, "fn", self)
         name = getattr(function, "__name__", None) or getattr(getattr(function, "fn", None), "__name__", "?")
         meter.note(f"Triton kernel {name}: assumed to write only into its arguments")

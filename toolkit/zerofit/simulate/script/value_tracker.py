@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from zerofit.simulate.script.values import (
     KEPT_FLOATS,
     KEPT_INTEGERS,
     RULES,
+    UNDEFINED,
     alike,
     choices,
     forget,
@@ -285,9 +287,13 @@ class ValueTracker(IssuingTracker):
         """Store an output's value if no unknown input can change any element. Return whether stored."""
         if func._overloadpacket not in RULES:
             return False
+        undefined = func._overloadpacket in UNDEFINED
+        most = (
+            (0 if undefined else KEPT_FLOATS) if out.is_floating_point() else KEPT_INTEGERS if undefined else math.inf
+        )
         with on_host():
             value = known_truth(func, args, tuple(map(known_value, args[:2])))
-            if value is None or (out.numel() > KEPT_FLOATS and out.is_floating_point()):
+            if value is None or out.numel() > most:
                 return False
             # Expanded, a value of any size needs one element. Small ones are copied, so that ops can write into them.
             # `torch.tensor` would make it on the GPU within `deepspeed.zero.Init`, which replaces it.
@@ -316,6 +322,8 @@ def _mark_check(op: object, args: OpArguments, out: FakeTensor) -> None:
         vars(out)["_limited"] = any(isinstance(t, Tensor) and vars(t).get("_limited") for t in args[:2])
     elif op is _aten.all:
         vars(out)["_passes"] = vars(args[0]).get("_limited", False)
+    elif op is _aten._is_all_true:  # only checks of arguments call it, e.g. those of torch.distributions
+        vars(out)["_passes"] = True
 
 
 def _written(func: OpOverload, args: OpArguments) -> OpArguments:

@@ -35,6 +35,9 @@ _MOST_EXPERTS = 1024  # a top-k of more choices selects tokens of a vocabulary, 
 _EQUAL = {_aten.eq: True, _aten.ne: False}  # whether the op is True for equal operands
 _FILLED = {_aten.zeros_like: False, _aten.new_zeros: False, _aten.zeros: False}
 _FILLED |= {_aten.ones_like: True, _aten.new_ones: True, _aten.ones: True}
+# An integer that the script does not set is 0: it sets sizes one by one, and then reads them. Floats stay unknown.
+UNDEFINED = {_aten.empty, _aten.empty_like, _aten.new_empty}
+_FILLED |= dict.fromkeys(UNDEFINED, False)
 RULES = {*_OR, *_AND, *_OF_ALL, *_NOT_FINITE, *_EQUAL, *_FILLED}
 # collectives for which torch has no rule for fakes (torch/distributed/_meta_registrations.py); they return a handle
 COALESCED = ("allreduce_coalesced_", "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
