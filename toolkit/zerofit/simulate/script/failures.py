@@ -27,6 +27,7 @@ from zerofit.simulate.script.phases import ScriptPhases
 from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.spec.errors import Problem, UserError
 
+_ON_FAKES = ScriptTracker._on_fakes.__name__
 _FEW = 100  # items of a list that are searched: a data set in memory has millions
 _SIMULATE = str(Path(__file__).resolve().parents[1]) + os.sep
 _FAKES = str(Path(torch.__file__).parent / "_subclasses")
@@ -93,7 +94,8 @@ def _not_simulated(target: ScriptTarget, meter: ScriptTracker, error: BaseExcept
     if meter.without_rule and isinstance(error, RuntimeError):
         hint = "add a shape rule with torch.library.register_fake if the op is yours; otherwise use another op"
         return f"{meter.without_rule} in {inside} has no shape rule, so its output is unknown", hint
-    place = f"{op} in {inside}" if op else inside
+    in_op = any(f.name == _ON_FAKES for f in traceback.extract_tb(error.__traceback__))
+    place = f"{op} in {inside}" if in_op else inside
     if _is_of_zerofit(error):
         raised = f"{type(error).__name__} in {shown_path(last.filename)}:{last.lineno}"
         hint = "this is a limit of the simulation: please report it, with the command"
@@ -101,6 +103,7 @@ def _not_simulated(target: ScriptTarget, meter: ScriptTracker, error: BaseExcept
     hint = "it may be the script's own error: the simulation checks shapes and types as the real machine does"
     if assumed := _assumed(meter):
         hint = f"only a GPU computes these values: {assumed}"
+    place = place if in_op else f"{shown_path(last.filename)}:{last.lineno} in {inside}"
     return f"{target.command.script} fails at {place}: {type(error).__name__}: {first}", hint
 
 
@@ -152,7 +155,7 @@ def _involves_stand_ins(error: BaseException) -> bool:
         if entries and _raises_as_original(entries[-1], one):
             continue
         frames = [entry.tb_frame for entry in entries]
-        on_fakes = any(f.f_code.co_name == "_on_fakes" and f.f_code.co_filename == tracker.__file__ for f in frames)
+        on_fakes = any(f.f_code.co_name == _ON_FAKES and f.f_code.co_filename == tracker.__file__ for f in frames)
         in_files = frames and frames[-1].f_code.co_filename == files.__file__
         if on_fakes or _is_of_zerofit(one) or (frames and not in_files and _holds_fakes(frames[-1])):
             return True

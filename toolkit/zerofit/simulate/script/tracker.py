@@ -112,7 +112,9 @@ class ScriptTracker(ValueTracker):
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         args, kwargs = tuple(map(self._placed, args)), {k: self._placed(v) for k, v in kwargs.items()}
         name = func._overloadpacket._qualified_op_name
-        self.last, self._works = (name, self._module), []
+        self._works = []
+        if not name.startswith("profiler::"):
+            self.last = (name, self._module)
         if name in _PINNING and self.device == "cuda":
             return self._pinning(name, args[0])
         if _is_composite(func):  # seen only below autograd: in inference mode and in bodies of higher-order ops
