@@ -28,8 +28,10 @@ FILES = """\
 import bz2, csv, json, logging, os, pathlib, pickle, shutil, sqlite3, tarfile, tempfile
 import datasets
 import numpy as np
+import pandas
 import torch
 from tokenizers import ByteLevelBPETokenizer, models
+from torchvision.io import read_image, write_png
 
 shutil.rmtree("old")  # the user's own
 os.makedirs("old/a/b", exist_ok=True)
@@ -113,6 +115,19 @@ try:
 except OSError:
     shutil.rmtree("outputs")
 assert not os.path.exists("outputs")
+table = pandas.DataFrame({"x": [3, 5]})  # compiled code opens these files
+table.to_parquet("rows.parquet")
+assert pandas.read_parquet("rows.parquet")["x"].sum() == 8
+torch.jit.save(torch.jit.script(torch.nn.ReLU()), "relu.pt")
+assert torch.jit.load("relu.pt")(torch.tensor(-1.0)) == 0
+write_png(torch.zeros(3, 8, 8, dtype=torch.uint8), "black.png")
+assert read_image("black.png").shape == (3, 8, 8)
+torch.export.save(torch.export.export(torch.nn.ReLU(), (torch.ones(2),)), "relu.pt2")
+with torch.profiler.profile(on_trace_ready=torch.profiler.tensorboard_trace_handler("traces")):
+    torch.ones(3) + 1
+assert os.listdir("traces")
+np.savetxt("rows.txt", np.ones(3))
+assert np.loadtxt("rows.txt").sum() == 3
 with tempfile.NamedTemporaryFile("w", delete=False) as file:
     pickle.dumps(file.name)
 assert torch.load("data.pt")[100].item() == 100 and torch.load("large.pt")[-1].item() == (1 << 22) - 1

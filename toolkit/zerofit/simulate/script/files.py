@@ -21,7 +21,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import reduce
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -30,6 +30,7 @@ from urllib.parse import quote, unquote
 
 import multiprocess  # of dill's authors; datasets needs it and pyarrow
 import pyarrow
+from numpy.lib import _datasource  # pyright: ignore[reportAttributeAccessIssue] - private
 
 from zerofit.simulate.fakes.patches import PlainContext, replace_in
 from zerofit.simulate.script.tracker import ScriptTracker
@@ -50,6 +51,20 @@ OF_PACKAGES = {
     "lightning.fabric.plugins.io.torch_io": ("TorchCheckpointIO.save_checkpoint",),
     "lightning_fabric.plugins.io.torch_io": ("TorchCheckpointIO.save_checkpoint",),
 }
+# Functions whose compiled code opens a path: module, function, position of the path.
+_COMPILED_WRITING = (
+    ("torch.jit", "save", 1),
+    ("torch._C", "PyTorchFileWriter", 0),
+    ("torch.autograd.profiler", "profile.export_chrome_trace", 1),
+    ("torchvision.io.image", "write_file", 0),
+    ("pyarrow.parquet.core", "ParquetWriter.__init__", 1),
+)
+_COMPILED_READING = (
+    ("torch.jit", "load", 0),
+    ("torch._C", "PyTorchFileReader", 0),
+    ("torchvision.io.image", "read_file", 0),
+    ("pyarrow.parquet.core", "_resolve_filesystem_and_path", 0),
+)
 # environment variables that turn trackers off
 TRACKERS_OFF = {
     "WANDB_MODE": "disabled",
@@ -79,7 +94,7 @@ _Result = TypeVar("_Result")
 #   /home/me/out is in `_gone`     the script removed it: the user's files in it are invisible
 #   otherwise                      the user's own file, which is copied to S before a change
 #
-# Compiled code that opens files itself sees only the user's files, except for the libraries of `scratch_files`.
+# Other compiled code that opens files itself (HDF5, LMDB) sees and changes the user's files.
 class ScratchFiles:
     """The files that a script wrote, changed or removed."""
 
@@ -217,7 +232,8 @@ class ScratchFiles:
 
     def _full(self, path: ScriptPath) -> str | None:
         """Return the absolute path; None if the path is not redirected."""
-        if path is None or isinstance(path, int) or getattr(self._own, "busy", False):
+        # functions that open paths may also get a file that is open
+        if not isinstance(path, (str, bytes, os.PathLike)) or getattr(self._own, "busy", False):
             return None
         full = os.path.normpath(os.path.join(self._here, os.fsdecode(path)))
         return None if (full + os.sep).startswith(self._direct) else full
@@ -251,13 +267,15 @@ class ScratchFiles:
             self._gone.add(full)
 
     def redirected(
-        self, original: Callable[..., _Result], actual_path: Callable[[FilePath], object]
+        self, original: Callable[..., _Result], actual_path: Callable[[Any], object], position: int = 0
     ) -> Callable[..., _Result]:
-        """Return a function that calls `original` with `actual_path(path)` instead of `path`."""
+        """Return a function that calls `original` with `actual_path(path)` instead of the path at `position`."""
 
         @functools.wraps(original)
-        def call(path: FilePath, *args: object, **kwargs: object) -> _Result:
-            return original(actual_path(path), *args, **kwargs)
+        def call(*args: object, **kwargs: object) -> _Result:
+            before, path, after = args[:position], args[position : position + 1], args[position + 1 :]
+            named = {name: actual_path(value) if name == "path" else value for name, value in kwargs.items()}
+            return original(*before, *map(actual_path, path), *after, **named)
 
         return call
 
@@ -329,15 +347,17 @@ def processes() -> None:
 def opening(files: ScratchFiles) -> list[tuple[object, object]]:
     """Redirect open(), also in modules such as bz2 that have imported it by name.
 
-    (builtins, io, ...)
+    (builtins, io, ...; numpy.savetxt, loadtxt)
     """
-    return [(builtins.open, files.named(files.open, builtins.open))]
+    redirected = files.named(files.open, builtins.open)
+    _datasource._file_openers._file_openers[None] = redirected  # pyright: ignore[reportAttributeAccessIssue] - private
+    return [(builtins.open, redirected)]
 
 
 def scratch_files() -> ScratchFiles:
     """Redirect all writes of the script except open().
 
-    (os, pathlib, shutil, tempfile; sqlite3, pyarrow)
+    (os, pathlib, shutil, tempfile; sqlite3; pyarrow; _COMPILED_READING, _COMPILED_WRITING)
     """
     files, connect_to = ScratchFiles(), sqlite3.connect
 
@@ -362,7 +382,23 @@ def scratch_files() -> ScratchFiles:
     sys.dont_write_bytecode = True
     for module in (sqlite3, sqlite3.dbapi2):  # SQLAlchemy, and so MLflow and Optuna, import the latter
         replace_in(module, "connect", connect)
-    replace_in(pyarrow, "memory_map", files.redirected(pyarrow.memory_map, files.to_read))
+
+    def by_mode(original: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(original)
+        def call(path: FilePath, mode: str = "r", *args: object, **kwargs: object) -> object:
+            actual = files.to_read(path) if mode in ("r", "rb") else files.to_write(path)
+            return original(actual, mode, *args, **kwargs)
+
+        return call
+
+    for name in ("OSFile", "memory_map"):  # pandas opens Parquet files with the first one
+        replace_in(pyarrow, name, by_mode(getattr(pyarrow, name)))
+    for places, actual_path in ((_COMPILED_READING, files.to_read), (_COMPILED_WRITING, files.to_write)):
+        for module, name, position in places:
+            with suppress(ImportError):
+                *path, last = name.split(".")
+                owner = reduce(getattr, path, importlib.import_module(module))
+                replace_in(owner, last, files.redirected(getattr(owner, last), actual_path, position))
     return files
 
 
