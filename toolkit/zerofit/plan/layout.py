@@ -138,10 +138,8 @@ class PlannedLayout:
         zero, layout = job.ds_config.get(ZERO, {}), job.layout
         offload = {part: zero.get(f"offload_{part}") or {} for part in ("optimizer", "param")}
         devices = {part: settings.get("device", "none") for part, settings in offload.items()}
-        if (
-            devices["optimizer"] == "nvme" and layout.zero_stage < 3
-        ):  # DeepSpeed uses the host instead (stage_1_and_2.py:220)
-            devices["optimizer"] = "cpu"
+        if devices["optimizer"] == "nvme" and layout.zero_stage < 3:
+            devices["optimizer"] = "cpu"  # as DeepSpeed does (stage_1_and_2.py:220)
         optimizer = job.run.optimizer if job.run.optimizer in PLANNED else "adamw"  # others' states are unknown
         written = {name: zero[key] for name, key in _ZERO_KEYS.items() if key in zero} if layout.zero_stage else {}
         return cls(

@@ -51,7 +51,7 @@ class IssuedWait(NamedTuple):
 
 
 # A simulation has no times, so the log has only what decides them: the order of work on each stream, and what each
-# stream waits for. `app.simulation.script_trace` adds the times later, for any device.
+# stream waits for. `app.simulation.rank_trace` adds the times later, for any device.
 class IssuedLog:
     """The issued work and waits, in order."""
 
