@@ -30,6 +30,7 @@ import datasets
 import numpy as np
 import pandas
 import torch
+import torch.package
 from tokenizers import ByteLevelBPETokenizer, models
 from torchvision.io import read_image, write_png
 
@@ -123,6 +124,9 @@ assert torch.jit.load("relu.pt")(torch.tensor(-1.0)) == 0
 write_png(torch.zeros(3, 8, 8, dtype=torch.uint8), "black.png")
 assert read_image("black.png").shape == (3, 8, 8)
 torch.export.save(torch.export.export(torch.nn.ReLU(), (torch.ones(2),)), "relu.pt2")
+with torch.package.PackageExporter("net.zip") as exporter:
+    exporter.save_text("net", "words", "a b")
+assert torch.package.PackageImporter("net.zip").load_text("net", "words") == "a b"
 with torch.profiler.profile(on_trace_ready=torch.profiler.tensorboard_trace_handler("traces")):
     torch.ones(3) + 1
 assert os.listdir("traces")

@@ -54,14 +54,14 @@ OF_PACKAGES = {
 # Functions whose compiled code opens a path: module, function, position of the path.
 _COMPILED_WRITING = (
     ("torch.jit", "save", 1),
-    ("torch._C", "PyTorchFileWriter", 0),
+    ("torch._C", "PyTorchFileWriter.__init__", 1),
     ("torch.autograd.profiler", "profile.export_chrome_trace", 1),
     ("torchvision.io.image", "write_file", 0),
     ("pyarrow.parquet.core", "ParquetWriter.__init__", 1),
 )
 _COMPILED_READING = (
     ("torch.jit", "load", 0),
-    ("torch._C", "PyTorchFileReader", 0),
+    ("torch._C", "PyTorchFileReader.__init__", 1),
     ("torchvision.io.image", "read_file", 0),
     ("pyarrow.parquet.core", "_resolve_filesystem_and_path", 0),
 )

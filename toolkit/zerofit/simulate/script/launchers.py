@@ -128,6 +128,8 @@ def ranks_in_processes(target: ScriptTarget) -> Callable[[], None]:
         if not (mark := folder / f"trains-{self.pid}").exists():
             return
         mark.unlink()
+        if self not in jobs:  # the simulated rank has run
+            return
         ranks = [process for process, job in jobs.items() if job["_target"] == jobs[self]["_target"]]
         started = replace(target.command, gpus=len(ranks), nodes=target.nodes)
         for problem in rank_problems(started, target.gpus, target.nodes):
