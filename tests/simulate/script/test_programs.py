@@ -145,7 +145,7 @@ def main(rank, world):
     assert isinstance(net.module.inner.weight, torch.nn.Parameter)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(9):
-        out = net(torch.randn(8, 16, device="cuda"))
+        out = net(torch.randn(8, 16, device=rank))
         assert (out > 1).sum().item() == 0  # a measure
         out.sum().backward()
         optimizer.step()
@@ -175,6 +175,7 @@ def test_a_script_that_spawns_its_ranks_and_processes_of_its_data(folder):
     text = SPAWNED.replace("    mp.spawn(main, args=(2,), nprocs=2, join=True)\n", STARTED)
     seen = facts(simulated(text, rank=1)).facts
     assert seen.ended == "stopped after 2 optimizer steps" and seen.sharding == "DDP"
+    assert facts(simulated(text.replace("range(9)", "range(1)"))).facts.ended == "ended by itself"
     for script in (SPAWNED, text):
         assert refused(script, gpus=4).message == "the command starts 2 ranks, but --gpus is 4"
 

@@ -191,7 +191,8 @@ class ScriptTracker(ValueTracker):
             return value
         if value.type == "cpu":
             return _HOST
-        if self.device != "cuda" or value.type != "cuda":
+        # torch reads an integer as an index of the simulated device
+        if self.device != "cuda" or value.type not in ("cuda", SIMULATED.type) or value == SIMULATED:
             return value
         self.note_gpu(value.index)
         return SIMULATED
