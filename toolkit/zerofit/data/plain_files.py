@@ -10,7 +10,7 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, cast
 
 from zerofit.data.base import NAMED
 from zerofit.spec.errors import Problem, UserError
@@ -58,13 +58,13 @@ def open_plain(path: Path) -> IO[bytes]:
         raise UserError(_unreadable(path, error)) from None
 
 
-def _zstd(path: Path) -> object:
+def _zstd(path: Path) -> io.BufferedIOBase:
     import pyarrow
 
-    return pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
+    return cast(io.BufferedIOBase, pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd"))
 
 
-_DECOMPRESSED: dict[bytes, Callable[[Path], Any]] = {  # by a file's first bytes
+_DECOMPRESSED: dict[bytes, Callable[[Path], io.BufferedIOBase]] = {  # by a file's first bytes
     b"\x1f\x8b": gzip.GzipFile,
     b"BZh": bz2.BZ2File,
     b"\xfd7zXZ\x00": lzma.LZMAFile,
@@ -76,7 +76,7 @@ _DECOMPRESSED: dict[bytes, Callable[[Path], Any]] = {  # by a file's first bytes
 class _Decompressed(io.RawIOBase):
     """The content of a compressed file; errors name the file."""
 
-    def __init__(self, path: Path, content: Any):  # a file object of one of the libraries
+    def __init__(self, path: Path, content: io.BufferedIOBase):
         self._path, self._content = path, content
 
     def readable(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import TypedDict, cast
 
 from zerofit.doctor import compare
 from zerofit.doctor.check import OK, WARN, Check, check
@@ -109,7 +109,7 @@ async def _preflight(hosts: Sequence[Host], request: PreflightRequest) -> Prefli
     return replace(routes, checks=tuple(checks), facts=facts)
 
 
-def _checked(host: str, facts: dict[str, Any] | Unreachable) -> dict[str, Any] | Unreachable:
+def _checked(host: str, facts: dict[str, object] | Unreachable) -> dict[str, object] | Unreachable:
     """Return the facts, or an error if another release of zerofit has collected them, under other names."""
     if isinstance(facts, Unreachable) or facts.keys() >= HostFacts.__required_keys__ - {"compilers"}:
         return facts

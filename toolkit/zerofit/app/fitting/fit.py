@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from zerofit.app.clusters.hosts import filled
-from zerofit.app.fitting.options import CHOSEN, LayoutOption, chosen_fields, given_fields, options_of
+from zerofit.app.fitting.options import CHOSEN, Given, LayoutOption, chosen_fields, given_fields, options_of
 from zerofit.app.job.resolve import ResolvedJob, resolve_job
 from zerofit.app.planning.job_forecast import cluster_of
 from zerofit.app.training.memory_gate import MemoryGate
@@ -267,7 +267,7 @@ class _Fit:
     gate: MemoryGate
     machine: Machine | None
     hosts: Sequence[Host]
-    given: dict[str, object]
+    given: Given
     former: FittedLayout | None  # the earlier choice for this folder, which cannot be reused
 
     def run(self, anyway: bool) -> tuple[RunRequest, FittedLayout]:

@@ -29,6 +29,7 @@ from zerofit.spec.run import Run, RunRequest
 
 ALL = 10**6  # more layouts than a search finds
 AMPLE = 10**18  # bytes of memory that never limit a layout: what fits is decided later, by simulations
+Given = Mapping[str, Any]  # fields of the run that `--fit` does not change, and the DeepSpeed JSON
 CHOSEN = (  # fields of the run
     *(option for option in OPTIONS.values() if option in Run.model_fields),
     *("global_batch", *Savings._fields, "ds_config"),
@@ -53,15 +54,15 @@ class LayoutOption:
         return ", ".join(filter(None, (str(self.layout), self.savings.flags)))
 
 
-def given_fields(request: RunRequest) -> dict[str, Any]:
+def given_fields(request: RunRequest) -> Given:
     """Return the fields that `--fit` does not change, with the DeepSpeed JSON as it was written."""
-    given: dict[str, Any] = {name: getattr(request.run, name) for name in ("ranks", *CHOSEN) if name in request.places}
+    given = {name: getattr(request.run, name) for name in ("ranks", *CHOSEN) if name in request.places}
     given = {name: value for name, value in given.items() if value is not None}
     return given | ({"ds_config": ds_document(request.run).config} if "ds_config" in given else {})
 
 
 def options_of(
-    resolved: ResolvedJob, given: Mapping[str, Any], cluster: Cluster, report: Reporter, *, lean: bool = False
+    resolved: ResolvedJob, given: Given, cluster: Cluster, report: Reporter, *, lean: bool = False
 ) -> tuple[Profile, tuple[LayoutOption, ...]]:
     """Return the model's profile and all layouts with the run's global batch, fastest first.
 
@@ -107,7 +108,7 @@ def options_of(
     return next(iter(profiles.values())), tuple(options)
 
 
-def _usual_savings(resolved: ResolvedJob, given: Mapping[str, Any]) -> list[Savings]:
+def _usual_savings(resolved: ResolvedJob, given: Given) -> list[Savings]:
     """Return the given memory savings, and the same with a chunked loss if it is not given."""
     savings, chunk = savings_of(given, given.get("ds_config", {})), _supported_savings(resolved).loss_chunk
     if chunk is None or "loss_chunk" in given:
@@ -115,7 +116,7 @@ def _usual_savings(resolved: ResolvedJob, given: Mapping[str, Any]) -> list[Savi
     return [savings, savings._replace(loss_chunk=chunk)]
 
 
-def _lean_savings(resolved: ResolvedJob, given: Mapping[str, Any], cluster: Cluster) -> list[Savings]:
+def _lean_savings(resolved: ResolvedJob, given: Given, cluster: Cluster) -> list[Savings]:
     """Return further memory savings: tiled MLPs, then checkpoints in host memory, too."""
     given_savings, supported = savings_of(given, given.get("ds_config", {})), _supported_savings(resolved)
     fixed = {name: getattr(given_savings, name) for name in Savings._fields if name in given}
@@ -136,15 +137,13 @@ def _supported_savings(resolved: ResolvedJob) -> Savings:
     return supported
 
 
-def _nvme_path(given: Mapping[str, Any]) -> Path | None:
+def _nvme_path(given: Given) -> Path | None:
     zero = given.get("ds_config", {}).get("zero_optimization", {})
     parts = [zero.get(name) or {} for name in ("offload_optimizer", "offload_param")]
     return next((Path(part["nvme_path"]) for part in parts if part.get("nvme_path")), None)
 
 
-def chosen_fields(
-    option: LayoutOption, profile: Profile, given: Mapping[str, Any], optimizer: str | None
-) -> dict[str, object]:
+def chosen_fields(option: LayoutOption, profile: Profile, given: Given, optimizer: str | None) -> dict[str, object]:
     """Return the fields of the run for an option, including the full DeepSpeed JSON."""
     config = planned_config(option.layout, profile, str(_nvme_path(given) or "/local_nvme"))
     degrees = {OPTIONS[name]: getattr(option.layout, name) for name in DEGREES}
