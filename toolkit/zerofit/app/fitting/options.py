@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from zerofit.spec.run import Run, RunRequest
 
 ALL = 10**6  # more layouts than a search finds
 AMPLE = 10**18  # bytes of memory that never limit a layout: what fits is decided later, by simulations
-Given = Mapping[str, Any]  # fields of the run that `--fit` does not change, and the DeepSpeed JSON
+Given = dict[str, Any]  # fields of the run that `--fit` does not change, and the DeepSpeed JSON
 CHOSEN = (  # fields of the run
     *(option for option in OPTIONS.values() if option in Run.model_fields),
     *("global_batch", *Savings._fields, "ds_config"),
