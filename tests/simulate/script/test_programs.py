@@ -167,6 +167,23 @@ STARTED = """\
 """
 
 
+CLASSES = """\
+    class Log(mp.Process):
+        def run(self):
+            pass
+
+    class Rank(mp.Process):
+        def __init__(self, rank):
+            super().__init__()
+            self.rank = rank
+
+        def run(self):
+            main(self.rank, 2)
+
+    Log().start()
+"""
+
+
 def test_a_script_that_spawns_its_ranks_and_processes_of_its_data(folder):
     seen = facts(simulated(SPAWNED)).facts
     assert seen.ended == "stopped after 2 optimizer steps" and seen.parameters == 16 * 17 and seen.sharding == "DDP"
@@ -175,7 +192,9 @@ def test_a_script_that_spawns_its_ranks_and_processes_of_its_data(folder):
     text = SPAWNED.replace("    mp.spawn(main, args=(2,), nprocs=2, join=True)\n", STARTED)
     seen = facts(simulated(text, rank=1)).facts
     assert seen.ended == "stopped after 2 optimizer steps" and seen.sharding == "DDP"
-    assert facts(simulated(text.replace("range(9)", "range(1)"))).facts.ended == "ended by itself"
+    short = text.replace("range(9)", "range(1)").replace(STARTED, CLASSES + STARTED)
+    own = short.replace("mp.Process(target=main, args=(rank, 2))", "Rank(rank)")
+    assert facts(simulated(own)).facts.ended == "ended by itself"
     for script in (SPAWNED, text):
         assert refused(script, gpus=4).message == "the command starts 2 ranks, but --gpus is 4"
 

@@ -130,7 +130,8 @@ def ranks_in_processes(target: ScriptTarget) -> Callable[[], None]:
         mark.unlink()
         if self not in jobs:  # the simulated rank has run
             return
-        ranks = [process for process, job in jobs.items() if job["_target"] == jobs[self]["_target"]]
+        # with a class of its own, a process has no target
+        ranks = [one for one in jobs if (type(one), jobs[one]["_target"]) == (type(self), jobs[self]["_target"])]
         started = replace(target.command, gpus=len(ranks), nodes=target.nodes)
         for problem in rank_problems(started, target.gpus, target.nodes):
             raise NotSimulated(problem)
