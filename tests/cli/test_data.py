@@ -63,7 +63,7 @@ def test_the_same_fault_in_many_lines_is_one_message(tmp_path):
     (tmp_path / "dolly.jsonl").write_text(f"{json.dumps(row)}\n" * 9)
     said = CliRunner().invoke(main, ["data", f"{tmp_path}/dolly.jsonl"]).stderr
     assert said.count("error:") == 1 and "at:" not in said
-    assert f" also: {tmp_path}/dolly.jsonl:2:1, {tmp_path}/dolly.jsonl:3:1, {tmp_path}/dolly.jsonl:4:1 and more" in said
+    assert f" also: {tmp_path}/dolly.jsonl:2, {tmp_path}/dolly.jsonl:3, {tmp_path}/dolly.jsonl:4 and more" in said
     assert """.output = .["response"]' FILE > NEW""" in said
     (tmp_path / "new.jsonl").write_text(f"{json.dumps(row | {'output': row['response']})}\n" * 9)
     assert answer("data", f"{tmp_path}/new.jsonl", "--seq-len", 100)["counts"]["dropped"] == 0

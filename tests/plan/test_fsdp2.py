@@ -143,8 +143,8 @@ def test_a_search_has_both_engines_and_counts_what_is_not_forecast():
     ("given", "words"),
     [
         ({"tp": 2}, "tensor, pipeline, sequence or expert"),
-        ({"keep": {"optimizer": "lion"}}, "with lion"),
-        ({"keep": {"ema": 0.99}}, "averaged"),
+        ({"fixed": {"optimizer": "lion"}}, "with lion"),
+        ({"fixed": {"ema": 0.99}}, "averaged"),
         ({"precision": "fp16"}, "fp16"),
         ({"by_rank": (2, 1)}, "each rank"),
     ],
